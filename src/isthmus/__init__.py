@@ -1,0 +1,3 @@
+"""Isthmus serves hybrid language models from one arena of memory."""
+
+__version__ = "0.1.0"

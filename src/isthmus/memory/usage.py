@@ -1,0 +1,75 @@
+"""The arena in bytes, at one moment: every byte is live, a hole, a gap, null or tail, and the parts sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_CELLS = {"null": "0", "hole": ".", "gap": " ", "tail": "|"}
+
+
+@dataclass(frozen=True)
+class GroupUsage:
+    """One region. `span_pages = live_pages + hole_pages`."""
+
+    name: str
+    page_bytes: int
+    live_pages: int
+    hole_pages: int
+    lo_byte: int  # where its span starts in the arena
+    hi_byte: int
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of pages somebody owns."""
+        return self.live_pages * self.page_bytes
+
+    @property
+    def hole_bytes(self) -> int:
+        """Bytes of free pages between the frontiers."""
+        return self.hole_pages * self.page_bytes
+
+
+@dataclass(frozen=True)
+class ArenaUsage:
+    """`total = null + gap + tail + Σ (live + hole)`; `groups` in byte order."""
+
+    total: int
+    null: int
+    gap: int  # free bytes between frontiers, the slack of page grids included
+    tail: int  # bytes above the last whole page of the high end
+    groups: dict[str, GroupUsage]
+
+    def check(self) -> None:
+        """Assert that the parts sum to the arena."""
+        parts = self.null + self.gap + self.tail + sum(g.live_bytes + g.hole_bytes for g in self.groups.values())
+        assert parts == self.total, f"arena of {self.total} bytes, but its parts sum to {parts}"
+
+    def draw(self, width: int = 72) -> str:
+        """One line, low to high: a group's initial where it is, `.` when it is mostly holes, blank for the gap."""
+        cells = [" "] * width
+        for mark, lo, hi in self._intervals():
+            for cell in range(
+                lo * width // self.total, max(lo * width // self.total + 1, -(-hi * width // self.total))
+            ):
+                if cell < width and cells[cell] == " ":
+                    cells[cell] = mark
+        return "[" + "".join(cells) + "]"
+
+    def table(self) -> str:
+        """Rows of bytes per group and state, and the sum."""
+        rows = [f"{'group':<10}{'live':>16}{'holes':>16}{'pages':>10}"]
+        for g in self.groups.values():
+            rows.append(f"{g.name:<10}{g.live_bytes:>16,}{g.hole_bytes:>16,}{g.live_pages:>10,}")
+        rows += [
+            f"{name:<10}{value:>16,}" for name, value in (("gap", self.gap), ("null", self.null), ("tail", self.tail))
+        ]
+        rows.append(f"{'arena':<10}{self.total:>16,}")
+        return "\n".join(rows)
+
+    def _intervals(self) -> list[tuple[str, int, int]]:
+        found = [(_CELLS["null"], 0, self.null)] if self.null else []
+        for g in self.groups.values():
+            if g.hi_byte > g.lo_byte:
+                mark = g.name[0].upper() if g.live_pages * 2 >= g.hole_pages else _CELLS["hole"]
+                found.append((mark, g.lo_byte, g.hi_byte))
+        return found
