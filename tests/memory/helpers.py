@@ -21,7 +21,7 @@ def groups_of(sizes: Mapping[str, int], page_size: int = 1) -> list[Group]:
 
 
 class Twin:
-    """The arena as 16-byte cells, each holding the name of what was written there last: applies deltas and nothing else.
+    """The arena as 16-byte cells, each holding the name of what was written there last: applies deltas, no more.
 
     Every page that is bound is stamped once, when it appears. If moves ever race, overlap or land on a
     live page, a later `verify` finds a foreign stamp.

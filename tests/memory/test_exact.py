@@ -25,7 +25,7 @@ SHAPES = {
 
 
 def arrangement_exists(pool: Pool, demand: Mapping[str, int], cells: int) -> bool:
-    """Enumerate, chain by chain and region by region, every span on every page grid. Shares no code with the planner."""
+    """Enumerate, region by region, every span on every page grid. Shares no code with the planner."""
     null = max(g.spec.page_bytes for g in pool.groups.values()) // 16
     names = list(pool.groups)
     need = {n: pool.regions[n].live + demand.get(n, 0) for n in names}
@@ -40,7 +40,7 @@ def arrangement_exists(pool: Pool, demand: Mapping[str, int], cells: int) -> boo
         for i in range(len(usable)):
             for j in range(i, len(usable)):
                 a, b = usable[i], usable[j] + 1
-                if anchor == "low" and i != 0 or anchor == "high" and j != len(usable) - 1:
+                if (anchor == "low" and i != 0) or (anchor == "high" and j != len(usable) - 1):
                     continue
                 if b - a >= need[name] and all(a <= p < b for p in pins[name]):
                     found.append((a * size[name], b * size[name]))

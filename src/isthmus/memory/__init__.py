@@ -1,9 +1,10 @@
 """One arena of bytes for every kind of cache: specs, ids, regions, planning, deltas and a journal. NumPy only."""
 
 from isthmus.memory.delta import Copies, Delta, Moves, Op, Writes
+from isthmus.memory.group import Group
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages
 from isthmus.memory.journal import Journal, JournalError
-from isthmus.memory.pool import Group, Plan, Pool, Refusal, StalePlanError
+from isthmus.memory.pool import Plan, Pool, Refusal, StalePlanError
 from isthmus.memory.replay import replay
 from isthmus.memory.spec import LayerKV, PageSpec, Part, kv_spec, opaque_spec, state_spec
 from isthmus.memory.usage import ArenaUsage, GroupUsage

@@ -17,44 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.memory.arena import Chain, Span
 from isthmus.memory.delta import Copies, Delta, Moves, Op, Writes
+from isthmus.memory.group import Group, chain_order, covering_groups
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages, as_physical, as_virtual
 from isthmus.memory.journal import Journal
 from isthmus.memory.region import Anchor, Region
-from isthmus.memory.spec import PageSpec
 from isthmus.memory.usage import ArenaUsage, GroupUsage
 
-Kind: TypeAlias = Literal["append", "window", "state"]
-SPACES: dict[Kind, str] = {"append": "tokens", "window": "tokens", "state": "states"}
 _NONE: Mapping[str, int] = {}
 _NO_BINDS: Mapping[str, VirtualLike] = {}
-
-
-@dataclass(frozen=True)
-class Group:
-    """A layer group as the pool sees it: how large its pages are and which id space names them."""
-
-    name: str
-    spec: PageSpec
-    kind: Kind
-    window: int | None = None  # tokens a window group keeps; None for the other kinds
-
-    def __post_init__(self) -> None:
-        if self.kind not in SPACES:
-            raise ValueError(f"group {self.name!r}: unknown cache kind {self.kind!r}; one of {', '.join(SPACES)}")
-        if (self.kind == "window") != (self.window is not None and self.window > 0):
-            raise ValueError(f"group {self.name!r}: a window group, and only one, has a window of at least 1 token")
-
-    @property
-    def space(self) -> str:
-        """The id space that names its pages: "tokens" or "states"."""
-        return SPACES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -107,11 +83,11 @@ class Pool:
         self.null_bytes = max(g.spec.page_bytes for g in groups)  # pages 0 of all groups, overlapping
         if arena_bytes < self.null_bytes:
             raise ValueError(f"an arena of {arena_bytes} bytes cannot hold even the null page of {self.null_bytes}")
-        self.groups = {g.name: g for g in _chain_order(groups)}
+        self.groups = {g.name: g for g in chain_order(groups)}
         self.walls = dict(walls) if walls is not None else None
         self.chains = self._build_chains()
         self.regions = {r.name: r for chain in self.chains for r in chain.regions}
-        self.covering = {space: _covering(self.groups, space) for space in {g.space for g in groups}}
+        self.covering = {space: covering_groups(self.groups, space) for space in {g.space for g in groups}}
         self.spaces = {space: IdSpace(space, self._capacity(names)) for space, names in self.covering.items()}
         self.tables = {g.name: self.spaces[g.space].table(g.name) for g in self.groups.values()}
         self.moved_pages = dict.fromkeys(self.groups, 0)  # since the start, per group
@@ -469,29 +445,6 @@ class Pool:
     def _write(self, group: str, ids: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         self.tables[group].bind(ids, pages)
         self._ops.append(Writes(group, ids.astype(np.int32), pages.astype(np.int32)))
-
-
-def _chain_order(groups: Sequence[Group]) -> list[Group]:
-    """Low to high. What grows with every token takes the high end and per-sequence states the low one; windows float.
-
-    An end that is left over goes to the widest page, because moving those costs most.
-    """
-    rest = sorted(groups, key=lambda g: g.spec.page_bytes)
-    high = next((g for g in rest[::-1] if g.kind == "append"), None)
-    low = next((g for g in rest[::-1] if g.kind == "state"), None)
-    rest = [g for g in rest if g is not high and g is not low]
-    if low is None and rest:
-        low = rest.pop()
-    if high is None and rest:
-        high = rest.pop()
-    return [g for g in (low, *rest, high) if g is not None]
-
-
-def _covering(groups: Mapping[str, Group], space: str) -> tuple[str, ...]:
-    """The groups that bind every live id of a space: its append or state groups, else its widest window."""
-    members = [g for g in groups.values() if g.space == space]
-    always = tuple(g.name for g in members if g.kind != "window")
-    return always or (max(members, key=lambda g: g.window or 0).name,)
 
 
 def _empty(chain: Chain) -> Chain:

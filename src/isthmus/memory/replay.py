@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.memory.group import Group
 from isthmus.memory.ids import PhysicalPages
 from isthmus.memory.journal import Code, IntLike, JournalError, outcome, read
-from isthmus.memory.pool import Group, Pool, Refusal
+from isthmus.memory.pool import Pool, Refusal
 from isthmus.memory.spec import PageSpec
 
 Int32 = NDArray[np.int32]
