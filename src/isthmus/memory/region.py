@@ -67,9 +67,8 @@ class Region:
         Changes nothing. Pages past the frontiers adjoin them, unless the span-to-be lies clear of today's.
         """
         high = self.anchor is Anchor.HIGH
-        if lo <= self.lo and self.hi <= hi:
-            holes = self.holes.highest(n) if high else self.holes.lowest(n)
-        else:
+        holes = self.holes.highest(n) if high else self.holes.lowest(n)
+        if len(holes) and not (lo <= holes.min() and holes.max() < hi):
             holes = self.holes.within(lo, hi)
             holes = (holes[::-1] if high else holes)[:n]
         short = n - len(holes)
