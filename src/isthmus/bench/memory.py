@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,14 @@ def run(samples: int = 300) -> dict[str, Any]:
         "prefill": "plan, commit and delta of 512 pages in two groups", "arena_bytes": 100 * 10**9,
     }  # fmt: skip
     return result
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """The medians as a table."""
+    yield f"{'median microseconds':<28}" + "".join(f"{arena.replace('_', ' '):>10}" for arena in result["by_arena"])
+    for name in next(iter(result["by_arena"].values())):
+        row = "".join(f"{figures[name]:>10.1f}" for figures in result["by_arena"].values())
+        yield f"{name.removesuffix('_us').replace('_', ' '):<28}{row}"
 
 
 def _measure(arena_bytes: int, samples: int) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""The command `isthmus`: one verb per job. Torch is imported by the verbs that need it, so `--help` is instant."""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.perf_counter()  # read by `bench throughput`, whose start-up figure includes the imports below
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from isthmus import __version__  # noqa: E402
+from isthmus.errors import IsthmusError  # noqa: E402
+from isthmus.flags import Parser, add_engine_flags, add_sampling_flags  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb. Exit codes: 0 done, 1 the job itself failed, 2 bad input, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except IsthmusError as error:
+        print(f"isthmus: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("isthmus: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away: not worth a word, and nothing may be written to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="isthmus", description="Serve hybrid language models from one arena of memory.")
+    parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
+    _add_generate(verbs)
+    _add_bench(verbs)
+    env = verbs.add_parser("env", help="print versions, processor and memory, for bug reports")
+    env.add_argument("--json", action="store_true", help="as JSON")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _add_generate(verbs: argparse._SubParsersAction[Parser]) -> None:
+    parser = verbs.add_parser("generate", help="complete prompts and print the text")
+    add_engine_flags(parser)
+    group = parser.add_argument_group("prompts (one of these; default: standard input, one prompt)")
+    group.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt a line, or .jsonl with prompt, prompt_file or prompt_token_ids, and max_tokens",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object a request instead of text")
+    output.add_argument("--map", action="store_true", help="end with the arena in bytes, at its fullest step")
+    output.add_argument("--compare-static", action="store_true", help="run the batch again under the best static split")
+    add_sampling_flags(parser.add_argument_group("sampling"), max_tokens=64)  # type: ignore[arg-type]
+    parser.set_defaults(run=_generate)
+
+
+def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
+    bench = verbs.add_parser("bench", help="measure: memory, throughput, split")
+    kinds = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=Parser)
+    memory = kinds.add_parser("memory", help="microseconds the memory core takes per step")
+    memory.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    memory.set_defaults(run=_bench_memory)
+    throughput = kinds.add_parser("throughput", help="tokens per second of a model on a workload")
+    add_engine_flags(throughput)
+    throughput.add_argument("--workload", type=Path, required=True, metavar="FILE", help="JSON with prompts of token ids")
+    throughput.add_argument("--limit", type=int, metavar="N", help="only the first N requests (1: a single stream)")
+    throughput.add_argument("--repeat", type=int, default=3, metavar="N", help="runs; the median counts (default 3)")
+    throughput.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    throughput.set_defaults(run=_bench_throughput)
+    split = kinds.add_parser("split", help="unified against static memory at its best split and at wrong ones")
+    add_engine_flags(split)
+    split.add_argument("--long", type=_shape, default=(4, 3072, 64), metavar="N,P,O", help="long requests (default 4,3072,64)")
+    split.add_argument("--short", type=_shape, default=(44, 96, 64), metavar="N,P,O", help="short ones (default 44,96,64)")
+    split.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
+    split.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    split.set_defaults(run=_bench_split)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    try:
+        count, prompt, output = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not count,prompt,output such as 4,3072,64") from None
+    return count, prompt, output
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from isthmus import generate  # noqa: PLC0415
+
+    return generate.run(args)
+
+
+def _env(args: argparse.Namespace) -> int:
+    from isthmus import env  # noqa: PLC0415
+
+    return env.run(args.json)
+
+
+def _bench_memory(args: argparse.Namespace) -> int:
+    from isthmus.bench import memory, report  # noqa: PLC0415
+
+    report.show(memory.run(), args.json, memory.lines)
+    return 0
+
+
+def _bench_throughput(args: argparse.Namespace) -> int:
+    from isthmus.bench import report, throughput  # noqa: PLC0415
+
+    report.show(throughput.run(args, STARTED), args.json, throughput.lines)
+    return 0
+
+
+def _bench_split(args: argparse.Namespace) -> int:
+    from isthmus.bench import report, split  # noqa: PLC0415
+
+    report.show(split.run(args), args.json, split.lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Command-line flags and YAML keys, generated from the config dataclasses: one source, so they cannot drift apart."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from isthmus.engine.config import LAYERS, EngineConfig, Setting, setting_of
+from isthmus.errors import ConfigError, IsthmusError
+from isthmus.params import SamplingParams
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose errors are one line and exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """One line, where `--help` lies, exit code 2."""
+        self.exit(2, f"isthmus: error: {message} (see {self.prog} --help)\n")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Every setting of every layer; what the command line leaves out is absent from the namespace."""
+    for name, (setting, kind) in engine_settings().items():
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "type": _converter(setting, kind)}
+        if setting.choices:
+            options |= {"choices": setting.choices, "type": str}
+        if not setting.flag.startswith("-"):
+            parser.add_argument(name, nargs="?", help=setting.help, **{k: v for k, v in options.items() if k != "dest"})
+        else:
+            parser.add_argument(setting.flag, help=setting.help, metavar=None if setting.choices else "X", **options)
+        for alias in setting.aliases:
+            parser.add_argument(alias, help=argparse.SUPPRESS, **options)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; the command line wins")
+
+
+def engine_settings() -> dict[str, tuple[Setting, Any]]:
+    """Every setting with its declared type, by field name."""
+    found: dict[str, tuple[Setting, Any]] = {}
+    for config in (*LAYERS.values(), EngineConfig):
+        hints = typing.get_type_hints(config)
+        for spec in dataclasses.fields(config):
+            if "setting" in spec.metadata:
+                found[spec.name] = (setting_of(spec), hints[spec.name])
+    return found
+
+
+def engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `LLM` from parsed flags, with `--config` underneath. ConfigError names what is wrong."""
+    values = _from_yaml(args.config) if args.config is not None else {}
+    values |= {name: getattr(args, name) for name in engine_settings() if hasattr(args, name)}
+    if not values.get("model"):
+        raise ConfigError("no model given: name a hub id, a directory, a .gguf file, or demo")
+    return values
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"--config {path}: a mapping of setting names to values is due")
+    known = engine_settings()
+    values = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"--config {path}: unknown setting {key!r}")
+        setting, kind = known[name]
+        values[name] = _converter(setting, kind)(str(value)) if isinstance(value, str | int | float) else value
+    return values
+
+
+def _converter(setting: Setting, kind: Any) -> Callable[[str], Any]:
+    if setting.parse is not None:
+        return _reporting(setting.parse)
+    if isinstance(kind, types.UnionType):
+        kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
+    plain: Callable[[str], Any] = kind
+    return plain
+
+
+def _reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse swallows the text of a ValueError; keep ours."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except (IsthmusError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+_SAMPLING_HELP = {
+    "n": "continuations per prompt",
+    "temperature": "0 is greedy",
+    "top_p": "nucleus",
+    "top_k": "0 is off",
+    "min_p": "least share of the most likely token's probability",
+    "presence_penalty": "-2 to 2",
+    "frequency_penalty": "-2 to 2",
+    "repetition_penalty": "greater than 0; 1 is off",
+    "seed": "of each request",
+    "max_tokens": "most tokens to generate",
+    "min_tokens": "least tokens to generate",
+    "ignore_eos": "go on past the end token",
+}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """The sampling parameters, with their own defaults unless given here."""
+    hints = typing.get_type_hints(SamplingParams)
+    for spec in dataclasses.fields(SamplingParams):
+        if spec.name not in _SAMPLING_HELP:
+            continue
+        flag, default = "--" + spec.name.replace("_", "-"), defaults.get(spec.name, spec.default)
+        help_text = f"{_SAMPLING_HELP[spec.name]} (default {default})"
+        if hints[spec.name] is bool:
+            parser.add_argument(flag, action="store_true", default=default, help=help_text)
+        else:
+            kind = _converter(Setting("", flag), hints[spec.name])
+            parser.add_argument(flag, type=kind, default=default, metavar="X", help=help_text)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """SamplingParams from parsed flags. ConfigError names a value out of range."""
+    return SamplingParams(stop=args.stop, **{name: getattr(args, name) for name in _SAMPLING_HELP})
