@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.memory import Copies, Delta, Group, Moves, Pool, VirtualPages, opaque_spec
+from isthmus.memory import Copies, Delta, Frees, Group, Moves, Pool, VirtualPages, opaque_spec
 
 
 def groups_of(sizes: Mapping[str, int], page_size: int = 1) -> list[Group]:
@@ -45,6 +45,9 @@ class Twin:
                 if isinstance(op, Moves):
                     self.cells[source] = -1
                 continue
+            if isinstance(op, Frees):
+                self.cells[self._cells(op.group, op.page)] = -1
+                continue
             table, stamps = self.tables[op.group], self.stamps[op.group]
             fresh = (table[op.virtual] == 0) & (op.physical != 0)
             table[op.virtual] = op.physical
@@ -57,6 +60,12 @@ class Twin:
     def copied(self, group: str, source: Sequence[int], destination: Sequence[int]) -> None:
         """A copy was asked for: the destinations now carry the sources' stamps."""
         self.stamps[group][np.asarray(destination)] = self.stamps[group][np.asarray(source)]
+
+    def rebound(self, group: str, source: NDArray[np.integer], target: NDArray[np.integer]) -> None:
+        """Pages changed their ids: the stamp goes with the page, and nothing is stamped again."""
+        stamps = self.stamps[group]
+        stamps[target], stamps[source] = stamps[source], 0
+        self.tables[group][target], self.tables[group][source] = self.tables[group][source], 0
 
     def verify(self) -> None:
         """Tables equal the pool's, and every live page still holds its own bytes."""
@@ -133,6 +142,21 @@ class Traffic:
             if len(chosen):
                 self.operations += len(chosen)
                 self.pool.unbind(name, self.rng.permutation(chosen))
+
+    def rebind(self) -> tuple[str, NDArray[np.integer], NDArray[np.integer]] | None:
+        """Hand some pages of a window group to ids that have none there."""
+        for name, group in self.pool.groups.items():
+            if name in self.pool.covering[group.space]:
+                continue
+            ids = np.asarray(self.pool.ids(group.space).live_ids())
+            bound = self.pool.is_bound(name, ids)
+            source = self._unpinned(group.space, ids[bound])
+            n = min(3, len(source), int((~bound).sum()))
+            if n:
+                source, target = source[:n], ids[~bound][:n]
+                self.pool.rebind(name, source, target)
+                return name, source, target
+        return None
 
     def pin(self) -> None:
         """Pin one random bound id of one random group, or let an old pin go."""

@@ -115,6 +115,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.traffic.pin()
 
     @rule()
+    def rebind(self) -> None:
+        self.twin.apply(self.pool.take_delta())
+        done = self.traffic.rebind()
+        if done is not None:
+            self.twin.rebound(*done)
+
+    @rule()
     def compact(self) -> None:
         self.pool.compact()
         if not any(region.pins for region in self.pool.regions.values()):

@@ -102,6 +102,16 @@ WRONG: dict[str, tuple[Callable[[Pool], object], type[Exception], str]] = {
         ValueError,
         "fresh ids",
     ),
+    "rebind in a covering group": (
+        lambda p: p.rebind("full", live(p)[:1], live(p)[1:2]),
+        ValueError,
+        "cannot change its id",
+    ),
+    "rebind onto a page": (
+        lambda p: p.rebind("window", bound(p, "window")[:1], bound(p, "window")[1:2]),
+        ValueError,
+        "without a page",
+    ),
     "copy onto itself": (
         lambda p: p.copy("state", live(p, "states")[:1], live(p, "states")[:1]),
         ValueError,

@@ -25,6 +25,7 @@ def lived(path: Path | None, steps: int = 60) -> Pool:
         traffic.unbind(0.2)
         traffic.release(0.2)
         traffic.pin()
+        traffic.rebind()
         states = pool.ids("states").live_ids()
         if len(states) > 1:
             pool.copy("state", states[:1], states[1:2])
@@ -50,7 +51,7 @@ def test_replay_rebuilds_the_same_state(tmp_path: Path) -> None:
     assert same(state_of(again), state_of(pool))
     assert again.refusals == pool.refusals
     assert {code.name for code in checked} == {
-        "COMMIT", "REFUSAL", "UNBIND", "RELEASE", "COPY", "PIN", "UNPIN", "COMPACT",
+        "COMMIT", "REFUSAL", "UNBIND", "RELEASE", "COPY", "PIN", "UNPIN", "COMPACT", "REBIND",
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """One arena of bytes for every kind of cache: specs, ids, regions, planning, deltas and a journal. NumPy only."""
 
-from isthmus.memory.delta import Copies, Delta, Moves, Op, Writes
+from isthmus.memory.delta import Copies, Delta, Frees, Moves, Op, Writes
 from isthmus.memory.group import Group
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages
 from isthmus.memory.journal import Journal, JournalError
@@ -13,6 +13,7 @@ __all__ = [
     "ArenaUsage",
     "Copies",
     "Delta",
+    "Frees",
     "Group",
     "GroupUsage",
     "IdSpace",

@@ -42,7 +42,15 @@ class Writes:
     physical: Int32
 
 
-Op: TypeAlias = Moves | Copies | Writes
+@dataclass(frozen=True)
+class Frees:
+    """Pages that nobody owns any more. Nothing has to be done; a device that poisons freed bytes does it here."""
+
+    group: str
+    page: Int32  # physical pages
+
+
+Op: TypeAlias = Moves | Copies | Writes | Frees
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.memory.delta import Op, Writes
+from isthmus.memory.delta import Moves, Op, Writes
 
 if TYPE_CHECKING:
     from isthmus.memory.pool import Pool
@@ -47,15 +47,16 @@ class Code(enum.IntEnum):
     PIN = 6  # ids
     UNPIN = 7  # physical pages
     COMPACT = 8  # the outcome
+    REBIND = 9  # source ids, target ids
 
 
 def outcome(ops: Sequence[Op], groups: Sequence[str]) -> list[IntLike]:
-    """Moves and table writes as arrays: `[0 move | 1 write | 2 copy, group index]`, then the two columns."""
+    """Moves and table writes as arrays: `[0 move | 1 write, group index]`, then the two columns."""
     arrays: list[IntLike] = []
     for op in ops:
         if isinstance(op, Writes):
             arrays += [[1, groups.index(op.group)], op.virtual, op.physical]
-        else:
+        elif isinstance(op, Moves):
             arrays += [[0, groups.index(op.group)], op.source, op.destination]
     return arrays
 
@@ -111,6 +112,10 @@ class Journal:
     def copy(self, group: str, source: IntLike, destination: IntLike) -> None:
         """Pages were copied."""
         self._record(Code.COPY, self._groups.index(group), source, destination)
+
+    def rebind(self, group: str, source: IntLike, target: IntLike) -> None:
+        """Pages changed their ids."""
+        self._record(Code.REBIND, self._groups.index(group), source, target)
 
     def pin(self, group: str, ids: IntLike) -> None:
         """Places are held."""

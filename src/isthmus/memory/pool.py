@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.memory.arena import Chain, Span
-from isthmus.memory.delta import Copies, Delta, Moves, Op, Writes
+from isthmus.memory.delta import Copies, Delta, Frees, Moves, Op, Writes
 from isthmus.memory.group import Group, chain_order, covering_groups
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages, as_physical, as_virtual
 from isthmus.memory.journal import Journal
@@ -238,6 +238,27 @@ class Pool:
         if self._journal is not None:
             self._journal.copy(group, origin, to)
 
+    def rebind(self, group: str, source: VirtualLike, target: VirtualLike) -> None:
+        """Hand pages from ids to other ids of a group that does not cover its space; no byte moves.
+
+        For two ids that name the same tokens: what one has computed, the other (a cached page, say) now holds.
+        Sources must be bound and not pinned, targets live and not bound.
+        """
+        space = self.spaces[self.groups[group].space]
+        if group in self.covering[space.name]:
+            raise ValueError(f"group {group!r} binds every live id: a page of it cannot change its id")
+        origin, to = space.require_live(source), space.require_live(target)
+        pages = self._bound_pages(group, origin)
+        if len(origin) != len(to) or (pages == 0).any() or self._bound_pages(group, to).any():
+            raise ValueError(f"group {group!r}: a rebind needs as many bound sources as targets without a page")
+        self._refuse_pinned(group, pages)
+        self._epoch += 1
+        self.regions[group].owner[pages] = to
+        self._write(group, origin, np.zeros(len(origin), np.int64))
+        self._write(group, to, pages)
+        if self._journal is not None:
+            self._journal.rebind(group, origin, to)
+
     def pin(self, group: str, ids: VirtualLike) -> PhysicalPages:
         """Hold the places of these ids: no move touches them until `unpin`. Returns the places."""
         index = self.spaces[self.groups[group].space].require_live(ids)
@@ -425,6 +446,7 @@ class Pool:
         region.vacate(pages)
         region.trim()
         self._write(group, index, np.zeros(len(index), np.int64))
+        self._ops.append(Frees(group, pages.astype(np.int32)))
 
     def _move(self, chain: Chain, spans: Sequence[Span]) -> None:
         for i in chain.move_order(spans):

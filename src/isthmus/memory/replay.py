@@ -73,6 +73,8 @@ def _execute(
         pool.release(spaces[index], arrays[0])
     elif code is Code.COPY:
         pool.copy(groups[index], arrays[0], arrays[1])
+    elif code is Code.REBIND:
+        pool.rebind(groups[index], arrays[0], arrays[1])
     elif code is Code.PIN:
         pool.pin(groups[index], arrays[0])
     elif code is Code.UNPIN:

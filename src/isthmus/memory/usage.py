@@ -39,6 +39,11 @@ class ArenaUsage:
     tail: int  # bytes above the last whole page of the high end
     groups: dict[str, GroupUsage]
 
+    @property
+    def live(self) -> int:
+        """Bytes of pages somebody owns, all groups together."""
+        return sum(group.live_bytes for group in self.groups.values())
+
     def check(self) -> None:
         """Assert that the parts sum to the arena."""
         parts = self.null + self.gap + self.tail + sum(g.live_bytes + g.hole_bytes for g in self.groups.values())
