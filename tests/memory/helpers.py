@@ -160,7 +160,7 @@ class Traffic:
 
     def pin(self) -> None:
         """Pin one random bound id of one random group, or let an old pin go."""
-        if self.pinned and self.rng.random() < 0.5:
+        if len(self.pinned) > 2 or (self.pinned and self.rng.random() < 0.5):  # or pins take the whole arena
             name, pages = self.pinned.pop(int(self.rng.integers(len(self.pinned))))
             self.pool.unpin(name, pages)  # type: ignore[arg-type]
             return

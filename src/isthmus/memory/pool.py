@@ -87,7 +87,7 @@ class Pool:
         self.walls = dict(walls) if walls is not None else None
         self.chains = self._build_chains()
         self.regions = {r.name: r for chain in self.chains for r in chain.regions}
-        self.covering = {space: covering_groups(self.groups, space) for space in {g.space for g in groups}}
+        self.covering = {space: covering_groups(self.groups, space) for space in sorted({g.space for g in groups})}
         self.spaces = {space: IdSpace(space, self._capacity(names)) for space, names in self.covering.items()}
         self.tables = {g.name: self.spaces[g.space].table(g.name) for g in self.groups.values()}
         self.moved_pages = dict.fromkeys(self.groups, 0)  # since the start, per group
