@@ -1,0 +1,1 @@
+"""Models: finding, reading and preparing them."""
