@@ -13,8 +13,9 @@ from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from isthmus import __version__  # noqa: E402
-from isthmus.errors import IsthmusError  # noqa: E402
+from isthmus.errors import ConfigError, IsthmusError  # noqa: E402
 from isthmus.flags import Parser, add_engine_flags, add_sampling_flags  # noqa: E402
+from isthmus.server.config import ServerConfig  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     _add_generate(verbs)
+    _add_serve(verbs)
     _add_bench(verbs)
     env = verbs.add_parser("env", help="print versions, processor and memory, for bug reports")
     env.add_argument("--json", action="store_true", help="as JSON")
@@ -65,6 +67,12 @@ def _add_generate(verbs: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_generate)
 
 
+def _add_serve(verbs: argparse._SubParsersAction[Parser]) -> None:
+    parser = verbs.add_parser("serve", help="serve the model over HTTP with OpenAI's API")
+    add_engine_flags(parser, ServerConfig)
+    parser.set_defaults(run=_serve)
+
+
 def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     bench = verbs.add_parser("bench", help="measure: memory, throughput, split")
     kinds = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=Parser)
@@ -73,15 +81,24 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     memory.set_defaults(run=_bench_memory)
     throughput = kinds.add_parser("throughput", help="tokens per second of a model on a workload")
     add_engine_flags(throughput)
-    throughput.add_argument("--workload", type=Path, required=True, metavar="FILE", help="JSON with prompts of token ids")
+    throughput.add_argument(
+        "--workload", type=Path, required=True, metavar="FILE", help="JSON with prompts of token ids"
+    )
     throughput.add_argument("--limit", type=int, metavar="N", help="only the first N requests (1: a single stream)")
+    throughput.add_argument(
+        "--output-len", type=int, default=128, metavar="N", help="tokens of each request (default 128)"
+    )
     throughput.add_argument("--repeat", type=int, default=3, metavar="N", help="runs; the median counts (default 3)")
     throughput.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     throughput.set_defaults(run=_bench_throughput)
     split = kinds.add_parser("split", help="unified against static memory at its best split and at wrong ones")
     add_engine_flags(split)
-    split.add_argument("--long", type=_shape, default=(4, 3072, 64), metavar="N,P,O", help="long requests (default 4,3072,64)")
-    split.add_argument("--short", type=_shape, default=(44, 96, 64), metavar="N,P,O", help="short ones (default 44,96,64)")
+    split.add_argument(
+        "--long", type=_shape, default=(4, 3072, 64), metavar="N,P,O", help="long requests (default 4,3072,64)"
+    )
+    split.add_argument(
+        "--short", type=_shape, default=(44, 96, 64), metavar="N,P,O", help="short ones (default 44,96,64)"
+    )
     split.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
     split.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     split.set_defaults(run=_bench_split)
@@ -99,6 +116,16 @@ def _generate(args: argparse.Namespace) -> int:
     from isthmus import generate  # noqa: PLC0415
 
     return generate.run(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from isthmus.server import serve  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "isthmus":
+            raise
+        raise ConfigError(f"serve needs the package {error.name}: pip install 'isthmus[serve]'") from error
+    return serve.run(args)
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -53,7 +53,9 @@ def _cpuinfo(key: str) -> str | None:
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return None
-    return next((line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith(key)), None)
+    return next(
+        (line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith(key)), None
+    )
 
 
 def _commit() -> str | None:

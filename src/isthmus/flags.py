@@ -29,9 +29,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"isthmus: error: {message} (see {self.prog} --help)\n")
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Every setting of every layer; what the command line leaves out is absent from the namespace."""
-    for name, (setting, kind) in engine_settings().items():
+def add_engine_flags(parser: argparse.ArgumentParser, *more: type) -> None:
+    """Every setting of every layer, and of `more` config classes; what is left out is absent from the namespace."""
+    for name, (setting, kind) in engine_settings(*more).items():
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "type": _converter(setting, kind)}
         if setting.choices:
             options |= {"choices": setting.choices, "type": str}
@@ -44,10 +44,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; the command line wins")
 
 
-def engine_settings() -> dict[str, tuple[Setting, Any]]:
-    """Every setting with its declared type, by field name."""
+def engine_settings(*more: type) -> dict[str, tuple[Setting, Any]]:
+    """Every setting with its declared type, by field name; those of `more` config classes after the engine's."""
     found: dict[str, tuple[Setting, Any]] = {}
-    for config in (*LAYERS.values(), EngineConfig):
+    for config in (*LAYERS.values(), EngineConfig, *more):
         hints = typing.get_type_hints(config)
         for spec in dataclasses.fields(config):
             if "setting" in spec.metadata:
@@ -55,16 +55,20 @@ def engine_settings() -> dict[str, tuple[Setting, Any]]:
     return found
 
 
-def engine_args(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `LLM` from parsed flags, with `--config` underneath. ConfigError names what is wrong."""
-    values = _from_yaml(args.config) if args.config is not None else {}
-    values |= {name: getattr(args, name) for name in engine_settings() if hasattr(args, name)}
+def engine_args(args: argparse.Namespace, *more: type) -> dict[str, Any]:
+    """Keyword arguments for `LLM` from parsed flags, with `--config` underneath. ConfigError names what is wrong.
+
+    With `more` config classes, their settings are among them.
+    """
+    known = engine_settings(*more)
+    values = _from_yaml(args.config, known) if args.config is not None else {}
+    values |= {name: getattr(args, name) for name in known if hasattr(args, name)}
     if not values.get("model"):
         raise ConfigError("no model given: name a hub id, a directory, a .gguf file, or demo")
     return values
 
 
-def _from_yaml(path: Path) -> dict[str, Any]:
+def _from_yaml(path: Path, known: Mapping[str, tuple[Setting, Any]]) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -73,7 +77,6 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"--config {path}: a mapping of setting names to values is due")
-    known = engine_settings()
     values = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")

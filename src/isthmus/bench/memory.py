@@ -103,9 +103,9 @@ def _prefills(pool: Pool, samples: int, *, scattered: bool) -> list[float]:
 
 def _compacting_steps(pool: Pool, samples: int) -> list[float]:
     """A full arena with holes: each step's 16 pages are made room for by moving pages of the other group."""
-    while plan := pool.plan({"full": 512, "window": 256}):
+    while isinstance(plan := pool.plan({"full": 512, "window": 256}), Plan):
         pool.commit(plan, {"window": plan.ids["tokens"][:256]})
-    while plan := pool.plan({"full": 1}):
+    while isinstance(plan := pool.plan({"full": 1}), Plan):
         pool.commit(plan)
     live = pool.ids("tokens").live_ids()
     pool.unbind("window", live[pool.is_bound("window", live)][::7])

@@ -1,0 +1,26 @@
+"""Caching policy: what each kind of layer keeps, for how long. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from isthmus.cache.append import Append
+from isthmus.cache.kind import CacheKind, Columns, Space
+from isthmus.cache.state import State
+from isthmus.cache.window import Window
+from isthmus.memory import Group
+
+KINDS: Mapping[str, Callable[[Group], CacheKind]] = {
+    "append": Append.of,
+    "window": Window.of,
+    "state": State.of,
+}
+"""Every cache kind by the label a group bears. A new kind is one file and one line here."""
+
+
+def kind_of(group: Group) -> CacheKind:
+    """The policy for a group's pages. KeyError for a label that is not registered."""
+    return KINDS[group.kind](group)
+
+
+__all__ = ["KINDS", "Append", "CacheKind", "Columns", "Space", "State", "Window", "kind_of"]

@@ -1,0 +1,58 @@
+"""Names of full pages: a keyed hash of a page's tokens and of everything before them.
+
+    name[c] = blake2b(key, name[c - 1] + tokens of column c)      16 bytes; name[-1] = blake2b(key, salt)
+
+The key is drawn anew for every cache, so nobody can search for two prefixes with one name; the salt is the root
+of its own chain, so two tenants share nothing. The parts have fixed lengths, so no two inputs read the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from secrets import token_bytes
+
+_NAME_BYTES = 16
+
+
+class Namer:
+    """Makes the chains of one cache: one key, one page size."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
+
+    def root(self, salt: str | None) -> bytes:
+        """What the first page of a chain follows: the same for the same salt alone."""
+        return self.name(b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass"))
+
+    def name(self, content: bytes) -> bytes:
+        """The keyed hash of these bytes."""
+        state = self._keyed.copy()
+        state.update(content)
+        return state.digest()
+
+
+class Names:
+    """The names of one sequence's full pages, made as its tokens come. `pages[c]` names column c and all before it."""
+
+    def __init__(self, namer: Namer, salt: str | None) -> None:
+        self.pages: list[bytes] = []
+        self._namer = namer
+        self._last = namer.root(salt)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are named: the ones `extend` wants next start here."""
+        return len(self.pages) * self._namer.page_size
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Name the full pages among the tokens that follow those named so far; a remainder is left for later."""
+        size = self._namer.page_size
+        whole = len(tokens) - len(tokens) % size
+        content = struct.pack(f"{whole}i", *tokens[:whole])
+        step = size * struct.calcsize("i")
+        for start in range(0, len(content), step):
+            self._last = self._namer.name(self._last + content[start : start + step])
+            self.pages.append(self._last)

@@ -1,0 +1,244 @@
+"""Settings of the engine: frozen dataclasses, one per layer, each seeing only its own fields.
+
+Every field carries a `Setting` in its metadata, so flags, YAML keys and the table in the docs are generated
+from here and cannot drift apart. Nothing in this file imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isthmus.errors import ConfigError
+
+_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def parse_size(text: str | int) -> int:
+    """`"4g"`, `"1.5m"`, `"32k"` or a plain number as an integer; k, m and g are powers of 1024.
+
+    ConfigError (a ValueError, so argparse reports it too) when the text is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write a number, or one with k, m or g (1024-based) such as 4g")
+    size = float(match[1]) * _UNITS[match[2]]
+    if size != int(size):
+        raise ConfigError(f"{text!r} is not a whole number")
+    return int(size)
+
+
+def parse_fractions(text: str | Mapping[str, float]) -> Mapping[str, float]:
+    """`"full=0.5,window=0.5"` as a mapping of group name to share. ConfigError when it does not parse."""
+    if not isinstance(text, str):
+        return text
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): float(share) for name, share in pairs}
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a split: write shares by group such as full=0.5,window=0.5") from None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a field appears outside: its flag, what `--help` says, and the other engines' names for it."""
+
+    help: str
+    flag: str  # "--max-model-len"; a bare name is a positional
+    aliases: tuple[str, ...] = ()  # accepted, not shown
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None  # from the command line or YAML text; None: the field's own type
+
+
+def setting(flag: str, help: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """A dataclass field that carries a `Setting`."""
+    metadata = {"setting": Setting(help, flag, **more)}
+    if default is dataclasses.MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def setting_of(spec: dataclasses.Field[Any]) -> Setting:
+    """The `Setting` a field carries. AssertionError for a field that has none: every field must."""
+    found = spec.metadata.get("setting")
+    assert isinstance(found, Setting), f"{spec.name} carries no setting"
+    return found
+
+
+def settings(config: type) -> Iterator[tuple[str, Setting, Any]]:
+    """`(field name, setting, default)` of one config class, in order. The default is MISSING where there is none."""
+    for spec in dataclasses.fields(config):
+        yield spec.name, setting_of(spec), spec.default
+
+
+class Checked:
+    """Mixin of config classes: `ConfigError` naming the flag of the field that is wrong."""
+
+    def _require(self, name: str, ok: bool, want: str) -> None:
+        if ok:
+            return
+        spec = next(spec for spec in dataclasses.fields(self) if spec.name == name)  # type: ignore[arg-type]
+        raise ConfigError(f"{setting_of(spec).flag} must be {want}, not {getattr(self, name)!r}")
+
+    def _require_choices(self) -> None:
+        for spec in dataclasses.fields(self):  # type: ignore[arg-type]
+            choices = setting_of(spec).choices
+            if choices:
+                self._require(spec.name, getattr(self, spec.name) in choices, f"one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class ModelConfig(Checked):
+    """Which model, and how its weights are held."""
+
+    model: str = setting("model", "hub id, directory, .gguf file, or demo", aliases=("--model", "--model-path"))
+    dtype: str = setting(
+        "--dtype", "type of weights and activations; auto is what the checkpoint says", default="auto", choices=DTYPES
+    )
+    load_format: str = setting(
+        "--load-format",
+        "auto reads the weights, dummy draws random ones",
+        default="auto",
+        choices=("auto", "dummy"),
+    )
+    max_model_len: int | None = setting(
+        "--max-model-len",
+        "longest prompt and output together; default: the model's context, or what fits the pool",
+        default=None,
+        aliases=("--context-length",),
+        parse=parse_size,
+    )
+
+    def __post_init__(self) -> None:
+        self._require_choices()
+        self._require("model", bool(self.model), "a hub id, a directory, a .gguf file, or demo")
+        self._require("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2 tokens")
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Checked):
+    """How large the arena is and how it is shared."""
+
+    memory: str = setting(
+        "--memory",
+        "unified: all kinds share the arena; static: fixed walls between them",
+        default="unified",
+        choices=("unified", "static"),
+    )
+    pool_bytes: int | None = setting(
+        "--pool-bytes",
+        "size of the arena; default: a share of the memory that is free",
+        default=None,
+        aliases=("--kv-cache-memory-bytes",),
+        parse=parse_size,
+    )
+    gpu_memory_utilization: float = setting(
+        "--gpu-memory-utilization",
+        "share of the device's memory to use, weights included",
+        default=0.9,
+        aliases=("--mem-fraction-static",),
+    )
+    max_total_tokens: int | None = setting(
+        "--max-total-tokens", "cap on the tokens that all sequences cache together", default=None, parse=parse_size
+    )
+    page_size: int = setting("--page-size", "tokens per page", default=16)
+    static_split: Mapping[str, float] | None = setting(
+        "--static-split",
+        "shares of the groups with --memory static, such as full=0.5,window=0.5; default: best for --static-workload",
+        default=None,
+        parse=parse_fractions,
+    )
+    static_workload: tuple[int, int] = setting(
+        "--static-workload",
+        "prompt,output lengths the default static split is best for",
+        default=(1024, 256),
+        parse=lambda text: tuple(parse_size(part) for part in text.split(",")),
+    )
+
+    def __post_init__(self) -> None:
+        self._require_choices()
+        self._require("pool_bytes", self.pool_bytes is None or self.pool_bytes >= 1, "at least one byte")
+        self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
+        self._require("max_total_tokens", self.max_total_tokens is None or self.max_total_tokens >= 1, "at least 1")
+        self._require("page_size", self.page_size >= 1, "at least 1")
+        workload = self.static_workload
+        ok = len(workload) == 2 and all(n >= 1 for n in workload)
+        self._require("static_workload", ok, "two lengths such as 1024,256")
+        if self.static_split is None:
+            return
+        self._require("static_split", self.memory == "static", "left out unless --memory is static")
+        shares = self.static_split.values()
+        self._require("static_split", all(share > 0 for share in shares), "positive shares")
+        self._require("static_split", 0 < sum(shares) <= 1 + 1e-9, "shares that sum to at most 1")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Checked):
+    """How many sequences run at once and how many tokens one step takes."""
+
+    max_num_seqs: int = setting(
+        "--max-num-seqs", "sequences that run at once", default=256, aliases=("--max-running-requests",)
+    )
+    max_num_batched_tokens: int = setting(
+        "--max-num-batched-tokens",
+        "tokens of one step, prefill chunks and decodes together",
+        default=2048,
+        aliases=("--chunked-prefill-size",),
+        parse=parse_size,
+    )
+
+    def __post_init__(self) -> None:
+        self._require("max_num_seqs", self.max_num_seqs >= 1, "at least 1")
+        # Each running sequence must get its token every step, or the oldest could starve.
+        enough = self.max_num_batched_tokens >= self.max_num_seqs
+        self._require("max_num_batched_tokens", enough, f"at least --max-num-seqs ({self.max_num_seqs})")
+
+
+@dataclass(frozen=True)
+class EngineConfig(Checked):
+    """All of it, composed; `device` is the only field of its own."""
+
+    model: ModelConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: str = setting("--device", "where the model runs", default="cpu", choices=("cpu", "cuda"))
+
+    def __post_init__(self) -> None:
+        spec = next(spec for spec in dataclasses.fields(self) if spec.name == "device")
+        choices = setting_of(spec).choices
+        self._require("device", self.device in choices, f"one of {', '.join(choices)}")
+
+    @classmethod
+    def build(cls, **values: Any) -> EngineConfig:
+        """From flat keyword arguments, each given to the layer that has it.
+
+        ConfigError for a name no layer has. This is what `LLM(**engine_args)`, the command line and YAML share.
+        """
+        layers: dict[str, dict[str, Any]] = {"model": {}, "memory": {}, "scheduler": {}, "": {}}
+        for name, value in values.items():
+            layers[_owner(name)][name] = value
+        return cls(
+            ModelConfig(**layers["model"]),
+            MemoryConfig(**layers["memory"]),
+            SchedulerConfig(**layers["scheduler"]),
+            **layers[""],
+        )
+
+
+LAYERS: Mapping[str, type] = {"model": ModelConfig, "memory": MemoryConfig, "scheduler": SchedulerConfig}
+
+
+def _owner(name: str) -> str:
+    for layer, config in LAYERS.items():
+        if any(spec.name == name for spec in dataclasses.fields(config)):
+            return layer
+    if name == "device":
+        return ""
+    raise ConfigError(f"unknown setting {name!r}")

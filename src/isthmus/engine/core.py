@@ -1,0 +1,238 @@
+"""The engine: schedule, run, settle.
+
+It joins a scheduler (which plans), an executor (which computes) and a tokenizer (which spells), and knows nothing
+else of any of them. One thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from isthmus.engine.config import SchedulerConfig
+from isthmus.engine.detokenize import Detokenizer, TextDecoder
+from isthmus.engine.grammar import Follower, Grammars
+from isthmus.engine.output import CompletionOutput, PromptLogprobs, RequestOutput, TokenLogprob
+from isthmus.engine.scheduler import Event, Scheduler
+from isthmus.engine.sequence import Request
+from isthmus.engine.sequence import Sequence as Seq
+from isthmus.engine.step import Executor, Sampled, ScoreSpan, Step
+from isthmus.errors import IsthmusError
+from isthmus.memory import Pool
+from isthmus.params import RequestError, SamplingParams
+
+
+class Engine:
+    """Serves requests from one pool.
+
+    Args:
+        pool: the arena's bookkeeping; the executor holds the arena.
+        executor: runs the steps.
+        tokenizer: of Transformers, or a `tokenizers.Tokenizer`.
+        config: the scheduler's.
+        max_model_len: prompt and output of a sequence never exceed it.
+        vocab_size: token ids in prompts are below it.
+        eos_token_ids: ids that end a sequence.
+        max_cached_tokens: cap on what all sequences cache together; None: what the pool holds.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        executor: Executor,
+        tokenizer: Any,
+        config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+        max_cached_tokens: int | None = None,
+    ) -> None:
+        self.pool = pool
+        self.executor = executor
+        self.decoder = TextDecoder(tokenizer)
+        self.scheduler = Scheduler(
+            pool,
+            config,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            max_cached_tokens=max_cached_tokens,
+        )
+        self.failure: BaseException | None = None  # what broke the executor; nothing is served after it
+        self._vocab_size = vocab_size
+        self._grammars = Grammars(tokenizer, vocab_size, sorted(eos_token_ids))
+        self._followers: dict[Seq, Follower] = {}  # of sequences with a grammar that have not ended
+        self._scores: dict[str, PromptLogprobs] = {}  # of requests that want them and have no output yet
+        self._writers: dict[Seq, _Writer] = {}  # of sequences that have not ended
+        self._prompts: dict[str, str | None] = {}  # text of requests that have not ended
+
+    @property
+    def has_work(self) -> bool:
+        """Is there a request that has not ended?"""
+        return self.scheduler.has_work
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None
+    ) -> None:
+        """Queue a request. RequestError, and nothing changed, if it can never be served.
+
+        `prompt` is the text the ids came from; it is handed back in the outputs.
+        """
+        self._require_alive()
+        self._require_ids("the prompt", prompt_token_ids)
+        self._require_ids("logit_bias", params.logit_bias)
+        self._require_ids("stop_token_ids", params.stop_token_ids)
+        followers = [] if params.grammar is None else [self._grammars.follow(params.grammar) for _ in range(params.n)]
+        request = Request(request_id, list(prompt_token_ids), params)
+        self.scheduler.add(request)
+        self._prompts[request_id] = prompt
+        if params.prompt_logprobs is not None:
+            self._scores[request_id] = [None] * len(prompt_token_ids)
+        for sequence in request.sequences:
+            self._writers[sequence] = _Writer(self.decoder, sequence)
+            if followers:
+                sequence.mask = self._followers[sequence] = followers[sequence.index]
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. What it added, one output per request that gained a token.
+
+        Whatever the executor raises is raised here, and the engine is dead from then on: pages on the device may be
+        anywhere.
+        """
+        self._require_alive()
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        for sample in step.samples:
+            if sample.mask is not None:
+                sample.mask.prepare()
+        results = self._run(step)
+        self._score(step.scores, results[len(step.samples) :])
+        return self._settle(step, results[: len(step.samples)])
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its pages are free when this returns. False if there is no such request (any more)."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self.scheduler.abort(request_id)
+        for sequence in request.sequences:
+            self._writers.pop(sequence, None)
+            self._followers.pop(sequence, None)
+        del self._prompts[request_id]
+        self._scores.pop(request_id, None)
+        return True
+
+    def _run(self, step: Step) -> list[Sampled]:
+        try:
+            return self.executor.run(step)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _settle(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        for event in self.scheduler.settle(step, sampled):
+            request = event.sequence.request
+            output = self._write(event)
+            if request.request_id not in outputs:
+                text = self._prompts[request.request_id]
+                outputs[request.request_id] = RequestOutput(request.request_id, text, request.prompt_token_ids, [])
+                outputs[request.request_id].prompt_logprobs = self._scores.pop(request.request_id, None)
+            outputs[request.request_id].outputs.append(output)
+        for request_id, result in outputs.items():
+            if request_id not in self.scheduler.requests:
+                result.finished = True
+                del self._prompts[request_id]
+        return list(outputs.values())
+
+    def _score(self, spans: Sequence[ScoreSpan], results: Sequence[Sampled]) -> None:
+        """Keep the log probabilities of prompt tokens until the request has output."""
+        start = 0
+        for span in spans:
+            entries = self._scores[span.request_id]
+            for i in range(len(span.targets)):
+                entries[span.position + i] = _token_logprobs(self.decoder, results[start + i])
+            start += len(span.targets)
+
+    def _write(self, event: Event) -> CompletionOutput:
+        """Spell a token, and end the sequence if that completes a stop string or its grammar."""
+        sequence = event.sequence
+        # The token that ends a sequence is no part of its text, unless asked for.
+        hidden = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
+        self._follow(sequence, event.sampled.token_id)
+        output, stop = self._writers[sequence].write(event.sampled, hidden=hidden)
+        if stop is not None:
+            if sequence.finish_reason is None:
+                self.scheduler.finish([sequence], "stop", stop)
+            else:
+                sequence.finish_reason, sequence.stop_reason = "stop", stop
+        output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
+        if sequence.finish_reason is not None:
+            del self._writers[sequence]
+            self._followers.pop(sequence, None)
+        return output
+
+    def _follow(self, sequence: Seq, token_id: int) -> None:
+        """Go on in the sequence's grammar, if it has one and goes on itself; end it where the grammar ends."""
+        follower = self._followers.get(sequence)
+        if follower is None or sequence.finish_reason is not None:
+            return
+        problem = follower.accept(token_id)
+        if problem is not None:
+            self.scheduler.finish([sequence], "abort", problem)
+        elif follower.is_complete:
+            self.scheduler.finish([sequence], "stop")
+
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise IsthmusError(f"the engine stopped after an error in a step ({self.failure!r}): build a new one")
+
+    def _require_ids(self, what: str, token_ids: Collection[int]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            bad = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+            raise RequestError(f"{what} has token id {bad}, outside the vocabulary (0 to {self._vocab_size - 1:,})")
+
+
+class _Writer:
+    """One sequence's text and logprobs as its tokens come."""
+
+    def __init__(self, decoder: TextDecoder, sequence: Seq) -> None:
+        params = sequence.request.params
+        self._decoder = decoder
+        self._sequence = sequence
+        self._total = 0.0  # log probability of all tokens so far
+        self._text = Detokenizer(
+            decoder,
+            sequence.prompt,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def write(self, sampled: Sampled, *, hidden: bool) -> tuple[CompletionOutput, str | None]:
+        """What the sequence's newest token adds, and the stop string it completes, if one.
+
+        A hidden token adds no text.
+        """
+        sequence, params = self._sequence, self._sequence.request.params
+        text, stop = self._text.push([] if hidden else [sampled.token_id])
+        if sequence.finish_reason is not None and stop is None:
+            rest, stop = self._text.finish()
+            text += rest
+        output = CompletionOutput(sequence.index, text, [sampled.token_id])
+        if params.logprobs is not None:
+            assert sampled.logprob is not None, "the executor left out the logprobs that were asked for"
+            self._total += sampled.logprob
+            output.cumulative_logprob = self._total
+            output.logprobs = [_token_logprobs(self._decoder, sampled)]
+        return output, stop
+
+
+def _token_logprobs(decoder: TextDecoder, sampled: Sampled) -> dict[int, TokenLogprob]:
+    assert sampled.logprob is not None
+    assert sampled.rank is not None
+    entries = [(sampled.token_id, sampled.logprob, sampled.rank)]
+    entries += [(top.token_id, top.logprob, top.rank) for top in sampled.top if top.token_id != sampled.token_id]
+    return {token: TokenLogprob(value, rank, decoder.decode([token])) for token, value, rank in entries}

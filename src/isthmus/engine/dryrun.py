@@ -1,0 +1,64 @@
+"""A batch through the real scheduler without a model: how many steps it takes under which memory. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from isthmus.engine.config import SchedulerConfig
+from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.sequence import Request
+from isthmus.engine.step import Sampled
+from isthmus.errors import ConfigError
+from isthmus.memory import Group, Pool
+from isthmus.params import RequestError, SamplingParams
+
+Walls = Mapping[str, int]
+
+
+def dry_steps(pool: Pool, config: SchedulerConfig, lengths: Sequence[tuple[int, int]]) -> int:
+    """Steps until requests of `(prompt, output)` tokens, all there from the start, are complete.
+
+    RequestError if one of them cannot fit the pool at all.
+    """
+    scheduler = Scheduler(pool, config, max_model_len=max(p + o for p, o in lengths))
+    for i, (prompt, output) in enumerate(lengths):
+        scheduler.add(Request(str(i), [1] * prompt, SamplingParams(max_tokens=output, ignore_eos=True)))
+    while (step := scheduler.schedule()) is not None:
+        scheduler.settle(step, [Sampled(0)] * len(step.samples))
+    return scheduler.counters.steps
+
+
+def fastest_walls(
+    groups: Sequence[Group], arena_bytes: int, config: SchedulerConfig, lengths: Sequence[tuple[int, int]]
+) -> dict[str, int]:
+    """Bytes per group of the static split under which a batch takes the fewest steps.
+
+    Tries every division of the arena into twentieths (eighths for more than two groups). ConfigError if none holds
+    every request.
+    """
+    best: tuple[int, dict[str, int]] | None = None
+    for walls in divisions(groups, arena_bytes, 20 if len(groups) <= 2 else 8):
+        try:
+            steps = dry_steps(Pool(arena_bytes, groups, walls=walls), config, lengths)
+        except RequestError:
+            continue
+        if best is None or steps < best[0]:
+            best = steps, walls
+    if best is None:
+        raise ConfigError(f"no static split of {arena_bytes:,} bytes holds every request: raise --pool-bytes")
+    return best[1]
+
+
+def divisions(groups: Sequence[Group], arena_bytes: int, parts: int) -> Iterator[dict[str, int]]:
+    """Every way to deal `parts` equal parts of the arena to the groups, at least one each."""
+    usable = arena_bytes - max(group.spec.page_bytes for group in groups)
+
+    def deal(names: Sequence[str], left: int) -> Iterator[dict[str, int]]:
+        if len(names) == 1:
+            yield {names[0]: left * usable // parts}
+            return
+        for mine in range(1, left - len(names) + 2):
+            for rest in deal(names[1:], left - mine):
+                yield {names[0]: mine * usable // parts} | rest
+
+    yield from deal([group.name for group in groups], parts)

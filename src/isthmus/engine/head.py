@@ -1,0 +1,43 @@
+"""What a model does after its last layer, by itself: from hidden states to logits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+class Head:
+    """The model's own forward over hidden states that are given.
+
+    Families differ in what follows the head's matrix (scaling, soft caps), so their code runs, on a shallow copy of
+    the model whose body hands over what it is given. The weights are shared.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._body = _Given()
+        self._model = copy.copy(model)
+        self._model._modules = dict(model._modules) | {model.base_model_prefix: self._body}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[R, width]` -> logits `[R, vocab]` in the model's dtype."""
+        self._body.hidden = hidden[None]
+        try:
+            logits: Tensor = self._model(use_cache=False).logits
+        finally:
+            self._body.hidden = None
+        return logits[0]
+
+
+class _Given(nn.Module):
+    """Stands for the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)

@@ -1,0 +1,385 @@
+"""Which sequences run in the next step, with how many tokens, on which pages.
+
+    schedule: unbind what windows have passed -> tokens for those that run -> admit -> one plan -> one commit -> Step
+    settle:   count what was cached, append what was sampled, end what is complete
+
+Order is age: a smaller `Sequence.order` goes first everywhere. `running` and `waiting` are sorted by it, and every
+running sequence is scheduled before any waiting one.
+
+Memory has one predicate, `Pool.plan` for the step's whole demand, priced by one function, `Placement.demand`. When
+it refuses, cheapest first (compaction is inside plan): do not admit; shrink prefill chunks, the youngest first, which
+may also wait with what it holds; preempt the youngest. The oldest always gets at least one token, so it finishes,
+so everyone does: `add` has refused what an empty pool could not take to its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.engine import capacity
+from isthmus.engine.config import SchedulerConfig
+from isthmus.engine.placement import Placement
+from isthmus.engine.samples import sample_row, score_spans
+from isthmus.engine.sequence import FinishReason, Request, Status, sequence_seed
+from isthmus.engine.sequence import Sequence as Seq
+from isthmus.engine.step import Sampled, Step
+from isthmus.memory import Plan, Pool, Refusal
+from isthmus.params import RequestError
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass
+class Counters:
+    """What happened since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # of finished and running requests, each prompt once
+    generation_tokens: int = 0
+    computed_tokens: int = 0  # through the model, recomputation after preemption included
+    preemptions: int = 0
+    refusals: int = 0  # plans the pool refused to steps
+    finished: int = 0  # sequences that ended, aborted ones included
+
+
+@dataclass(frozen=True)
+class Event:
+    """One token for one sequence. Whether it ended the sequence is in `sequence.finish_reason`."""
+
+    sequence: Seq
+    sampled: Sampled
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was handed out and not settled."""
+
+    step: Step
+    sequences: list[Seq]
+    counts: list[int]
+    sampled: list[Seq]  # owners of `step.samples`
+
+
+class Scheduler:
+    """Continuous batching over one pool. Torch-free; nothing but this object changes the pool.
+
+    Args:
+        pool: the arena's bookkeeping, all of it this scheduler's.
+        config: how many sequences, how many tokens a step.
+        max_model_len: prompt and output of a sequence never exceed it.
+        eos_token_ids: ids that end a sequence unless its request says `ignore_eos`.
+        max_cached_tokens: cap on what all sequences cache together, in whole pages; None: what the pool holds.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        eos_token_ids: Collection[int] = (),
+        max_cached_tokens: int | None = None,
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.max_model_len = max_model_len
+        self.counters = Counters()
+        self.running: list[Seq] = []
+        self.waiting: deque[Seq] = deque()
+        self.requests: dict[str, Request] = {}  # those with a sequence that has not ended
+        self._eos = frozenset(eos_token_ids)
+        self._page_size = capacity.page_size(pool.groups.values())
+        self._most_pages = None if max_cached_tokens is None else max_cached_tokens // self._page_size
+        self.placement = Placement(pool, config.max_num_seqs)
+        self._arrivals = 0
+        self._flight: _Flight | None = None
+        cap = max_model_len if self._most_pages is None else min(max_model_len, self._page_size * self._most_pages)
+        self.longest = capacity.longest(pool, cap)  # tokens of one sequence alone that the pool can cache
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Is there any sequence that has not ended?"""
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. RequestError, and nothing changed, if it can never be served."""
+        prompt, params = request.prompt_token_ids, request.params
+        if request.request_id in self.requests:
+            raise RequestError(f"request {request.request_id!r} is being served already: give each its own id")
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token")
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(prompt):,} tokens and max_model_len is {self.max_model_len:,}, of which one is "
+                "for the output: shorten the prompt or raise --max-model-len"
+            )
+        limit = min(room, params.max_tokens or max(1, self.longest + 1 - len(prompt)))
+        if len(prompt) + limit - 1 > self.longest:
+            raise RequestError(self._impossible(len(prompt), limit))
+        arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        for i in range(params.n):
+            sequence = Seq(request, i, (arrival, i), sequence_seed(params.seed, i), limit, prompt)
+            request.sequences.append(sequence)
+            self.waiting.append(sequence)
+        self.requests[request.request_id] = request
+        self.counters.prompt_tokens += len(prompt)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever its sequences stand; their pages of every kind are free when this returns.
+
+        False if there is no such request (any more).
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self.finish([s for s in request.sequences if s.status is not Status.FINISHED], "abort")
+        return True
+
+    def finish(self, sequences: Iterable[Seq], reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End sequences now, for a reason found outside (a stop string, a vanished client)."""
+        self._finish([(sequence, reason, stop_reason) for sequence in sequences])
+
+    def preempt(self, sequence: Seq) -> None:
+        """Stop a running sequence: its pages are free at once, its tokens are kept and computed again later."""
+        assert sequence.status is Status.RUNNING, "only a running sequence can be preempted"
+        self._vacate([sequence])
+        self.running.remove(sequence)
+        sequence.status = Status.PREEMPTED
+        sequence.past = 0
+        self.waiting.insert(bisect_left(self.waiting, sequence.order, key=_age), sequence)
+        self.counters.preemptions += 1
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step, its pages committed; None when nothing is left to do."""
+        assert self._flight is None, "settle the last step before scheduling the next"
+        if not self.requests:
+            return None
+        self.placement.unbind_passed(_array([s.row for s in self.running]), _array([s.past for s in self.running]))
+        self._admit_oldest()
+        chunks, budget = self._chunks()
+        self._admit(chunks, budget)
+        plan = self._secure(chunks)
+        return self._step(plan, chunks)
+
+    def settle(self, step: Step, sampled: Sequence[Sampled]) -> list[Event]:
+        """Take in what a step did. One event per token, for sequences that still run."""
+        flight, self._flight = self._flight, None
+        assert flight is not None and flight.step is step, "only the step that was scheduled last can be settled"  # noqa: PT018
+        assert len(sampled) == len(flight.sampled), f"{len(sampled)} results for {len(flight.sampled)} samples"
+        for sequence, n in zip(flight.sequences, flight.counts, strict=True):
+            if sequence.status is Status.RUNNING:
+                sequence.past += n
+        events: list[Event] = []
+        ended: list[tuple[Seq, FinishReason, int | str | None]] = []
+        for sequence, result in zip(flight.sampled, sampled, strict=True):
+            if sequence.status is not Status.RUNNING:  # aborted or preempted meanwhile
+                continue
+            sequence.output.append(result.token_id)
+            events.append(Event(sequence, result))
+            end = self._end(sequence, result.token_id)
+            if end is not None:
+                ended.append((sequence, *end))
+        self.counters.generation_tokens += len(events)
+        self._finish(ended)
+        return events
+
+    # -- inside: who runs -----------------------------------------------------------------------------------
+
+    def _admit_oldest(self) -> None:
+        """The oldest of all runs whether it fits beside the others or not: it fits alone, and they make room."""
+        if not self.waiting or len(self.running) == self.config.max_num_seqs:
+            return
+        if not self.running or self.waiting[0].order < self.running[0].order:
+            self._start()
+
+    def _chunks(self) -> tuple[list[int], int]:
+        """Tokens for each running sequence, and what is left of the step's budget.
+
+        Those with one token to go (decodes) come first, then prefills by age.
+        """
+        todo = [s.length - s.past for s in self.running]
+        budget = self.config.max_num_batched_tokens - todo.count(1)
+        chunks = todo
+        for i, n in enumerate(todo):
+            if n > 1:
+                chunks[i] = min(n, budget)
+                budget -= chunks[i]
+        return chunks, budget
+
+    def _admit(self, chunks: list[int], budget: int) -> None:
+        """Let the oldest waiting sequences run, as many as fit beside those that do.
+
+        They are admitted only if their whole prompt fits now and a page more for everyone, so that admission does
+        not lead straight to preemption.
+        """
+        candidates, first = [], []
+        for sequence in islice(self.waiting, self.config.max_num_seqs - len(self.running)):
+            if budget < 1:
+                break
+            candidates.append(sequence)
+            first.append(min(sequence.length, budget))
+            budget -= first[-1]
+        low, high = 0, len(candidates)
+        middle = high
+        while low < high:
+            if self._fit_beside(chunks, candidates[:middle], first[:middle]):
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        for n in first[:low]:
+            chunks.insert(self._start(), n)
+
+    def _fit_beside(self, chunks: list[int], candidates: list[Seq], first: list[int]) -> bool:
+        everyone = [*self.running, *candidates]
+        past = _array([s.past for s in everyone])
+        new = _array([*chunks, *first])
+        end = _array(
+            [*(s.past + n for s, n in zip(self.running, chunks, strict=True)), *(s.length for s in candidates)]
+        )
+        ahead = np.minimum(end + self._page_size, _array([s.most_cached for s in everyone])) - past
+        now, later = self.placement.demand(past, new), self.placement.demand(past, np.maximum(ahead, new))
+        return bool(self._price({name: max(now[name], later[name]) for name in now}))
+
+    def _secure(self, chunks: list[int]) -> Plan:
+        """A plan for the chunks, after making them smaller and preempting, if it must be."""
+        while True:
+            past = _array([s.past for s in self.running])
+            plan = self._plan(past, _array(chunks))
+            if isinstance(plan, Plan):
+                return plan
+            self.counters.refusals += 1
+            if not self._shrink(past, chunks):
+                assert len(self.running) > 1, f"the oldest sequence does not fit an empty pool: {plan.message}"
+                self.preempt(self.running[-1])
+                del chunks[-1]
+
+    def _shrink(self, past: Int64, chunks: list[int]) -> bool:
+        """Cut the youngest prefill chunk that can be cut to what fits, or as far as it goes. False if none can."""
+        i = max((i for i, n in enumerate(chunks) if n > 1), default=None)
+        if i is None:
+            return False
+        low, high = (0 if 0 < i == len(chunks) - 1 else 1), chunks[i] - 1
+        new = _array(chunks)
+        while low < high:
+            new[i] = middle = (low + high + 1) // 2
+            if self._plan(past, new):
+                low = middle
+            else:
+                high = middle - 1
+        chunks[i] = low
+        return True
+
+    def _end(self, sequence: Seq, token: int) -> tuple[FinishReason, int | None] | None:
+        """Why the sequence is complete with its newest token, or None."""
+        params = sequence.request.params
+        if len(sequence.output) >= params.min_tokens:
+            if token in self._eos and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        return ("length", None) if len(sequence.output) >= sequence.limit else None
+
+    # -- inside: pages and bookkeeping ----------------------------------------------------------------------
+
+    def _plan(self, past: Int64, new: Int64) -> Plan | Refusal:
+        return self._price(self.placement.demand(past, new))
+
+    def _price(self, demand: Mapping[str, int]) -> Plan | Refusal:
+        plan = self.pool.plan(demand)
+        if self._most_pages is not None and isinstance(plan, Plan):
+            pages = self.pool.ids("tokens").live + len(plan.ids["tokens"])
+            if pages > self._most_pages:
+                return Refusal(demand, 0, f"{pages:,} pages of tokens would be cached, over --max-total-tokens")
+        return plan
+
+    def _step(self, plan: Plan, chunks: list[int]) -> Step:
+        """Commit the plan and write down what the executor has to do."""
+        sequences = [s for s, n in zip(self.running, chunks, strict=True) if n]
+        counts = [n for n in chunks if n]
+        rows, past = _array([s.row for s in sequences]), _array([s.past for s in sequences])
+        self.placement.commit(plan, rows, past, _array(counts))
+        tokens: list[int] = []
+        samples, sampled = [], []
+        for sequence, n in zip(sequences, counts, strict=True):
+            start, length = sequence.past, sequence.length
+            if start + n < length or n > 1:
+                tokens += sequence.tokens(start, start + n)
+            else:
+                tokens.append(sequence.output[-1] if sequence.output else sequence.prompt[-1])
+            if start + n == length:
+                samples.append(sample_row(sequence, len(tokens) - 1, length))
+                sampled.append(sequence)
+        query_start = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        step = Step(
+            delta=self.pool.take_delta(),
+            block_writes=self.placement.blocks.take_writes(),
+            tokens=np.array(tokens, np.int32),
+            query_start=query_start,
+            past=past.astype(np.int32),
+            rows=rows.astype(np.int32),
+            samples=tuple(samples),
+            states=self.placement.states(rows),
+            scores=score_spans(sequences, counts),
+        )
+        self._flight = _Flight(step, sequences, counts, sampled)
+        self.counters.steps += 1
+        self.counters.computed_tokens += len(tokens)
+        return step
+
+    def _start(self) -> int:
+        """Give the first waiting sequence a row; its index among the running."""
+        sequence = self.waiting.popleft()
+        sequence.row = self.placement.take_row()
+        sequence.status = Status.RUNNING
+        at = bisect_left(self.running, sequence.order, key=_age)
+        self.running.insert(at, sequence)
+        return at
+
+    def _vacate(self, sequences: list[Seq]) -> None:
+        self.placement.vacate([s.row for s in sequences])
+        for sequence in sequences:
+            sequence.row = -1
+
+    def _finish(self, ended: list[tuple[Seq, FinishReason, int | str | None]]) -> None:
+        if not ended:
+            return
+        self._vacate([s for s, _, _ in ended if s.status is Status.RUNNING])
+        for sequence, reason, stop_reason in ended:
+            assert sequence.status is not Status.FINISHED, "a sequence ends once"
+            sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
+            self.counters.finished += 1
+            if sequence.request.is_finished:
+                del self.requests[sequence.request.request_id]
+        self.running = [s for s in self.running if s.status is Status.RUNNING]
+        if any(s.status is Status.FINISHED for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if s.status is not Status.FINISHED)
+
+    def _impossible(self, prompt: int, limit: int) -> str:
+        need = capacity.peak_bytes(self.pool.groups, prompt + limit - 1)
+        return (
+            f"a prompt of {prompt:,} tokens and {limit:,} tokens of output need {need:,} bytes of pages at once, and "
+            f"the arena has {self.pool.arena_bytes:,}: the longest sequence that fits has "
+            f"{self.longest + 1:,} tokens; shorten it, lower max_tokens, or raise --pool-bytes"
+        )
+
+
+def _age(sequence: Seq) -> tuple[int, int]:
+    return sequence.order
+
+
+def _array(values: Iterable[int]) -> Int64:
+    return np.array(list(values), np.int64)

@@ -1,0 +1,83 @@
+"""What the scheduler knows of a request: its sequences, their tokens and where each of them stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import blake2b
+from typing import Literal
+
+from isthmus.engine.step import TokenMask
+from isthmus.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Status(Enum):
+    """Where a sequence stands. Only a running one has a row and pages."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again; its tokens are kept, its pages are not
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One of a request's `n` continuations.
+
+    tokens = prompt + output;  [0, past) have been through the model and are cached, [past, length) have not
+    """
+
+    request: Request
+    index: int  # among the request's sequences
+    order: tuple[int, int]  # (arrival of the request, index): smaller is older
+    seed: int | None  # base of its draws; None: unseeded
+    limit: int  # output tokens at most
+    prompt: list[int]  # shared with the request and never changed
+    output: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    past: int = 0  # tokens cached, changed by `Scheduler.settle` and preemption alone
+    row: int = -1  # of the block table, -1 while it does not run
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    mask: TokenMask | None = None  # which tokens its grammar lets it go on with
+
+    @property
+    def length(self) -> int:
+        """Tokens it has, prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens it can ever have cached: the last one it is given is never fed back."""
+        return len(self.prompt) + self.limit - 1
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids [start, end) of prompt and output together."""
+        n = len(self.prompt)
+        if end <= n:
+            return self.prompt[start:end]
+        return self.prompt[start:] + self.output[max(0, start - n) : end - n]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a client asked for. `Scheduler.add` makes its sequences."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """All its sequences have ended. False before it was added."""
+        return bool(self.sequences) and all(s.status is Status.FINISHED for s in self.sequences)
+
+
+def sequence_seed(seed: int | None, index: int) -> int | None:
+    """The base seed of a request's index-th sequence: the same in every run, different for each of the `n`."""
+    if seed is None:
+        return None
+    return int.from_bytes(blake2b(b"%d/%d" % (seed, index), digest_size=7).digest(), "little")

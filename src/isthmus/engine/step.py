@@ -1,0 +1,122 @@
+"""What the planner hands the executor for one forward: plain NumPy arrays, nothing to look up.
+
+The scheduler speaks to an executor through `Step` alone, so the runner, the simulator's cost model and
+a scripted executor in a test are interchangeable. All page ids here are virtual; the executor holds the
+mirrors that make them physical (`Delta`), applied in order before the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.memory import Delta
+from isthmus.params import SamplingParams
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BlockWrites:
+    """New entries of the block table, in order: `table[row, column] = virtual`, ids of the space "tokens".
+
+    0 says that no group has a page for these tokens. Columns at and past a sequence's end may hold old entries.
+    """
+
+    row: Int32
+    column: Int32
+    virtual: Int32
+
+
+class TokenMask(Protocol):
+    """Which tokens a sequence may go on with, worked out on the CPU beside the forward."""
+
+    def prepare(self) -> None:
+        """Begin to work it out; returns at once."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[vocab_size], never all False; waits until it is worked out."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One sequence that needs a token after this forward."""
+
+    row: int  # the sequence's row, owner of sampler state on the executor
+    index: int  # which of the step's tokens carries the logits: an index into `Step.tokens`
+    params: SamplingParams
+    seed: int | None  # base seed of this sequence, None for greedy or unseeded
+    position: int  # how many tokens the sequence has, prompt and output together: the counter of the seeded draw
+    prompt: Sequence[int]  # token ids so far, for penalties and min_tokens; the executor must not change them
+    output: Sequence[int]
+    allow_eos: bool  # False while min_tokens holds the end back
+    mask: TokenMask | None = None  # prepared before the step runs
+
+
+@dataclass(frozen=True)
+class ScoreSpan:
+    """Prompt tokens whose log probabilities are wanted: token `start + i` of the step predicts `targets[i]`."""
+
+    request_id: str
+    position: int  # of the first target in the prompt
+    start: int  # an index into `Step.tokens`
+    targets: Int32  # [n]
+    top: int  # how many of the most likely tokens to report beside each
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward over a flat, variable-length batch: prefill chunks and decodes mixed.
+
+    Sequence s owns tokens [query_start[s], query_start[s + 1]); `past[s]` tokens of it are cached before
+    this step, so its positions are past[s] .. past[s] + n - 1. Its pages are row `rows[s]` of the block
+    table: column c names tokens [c * page_size, (c + 1) * page_size).
+    """
+
+    delta: Delta
+    block_writes: BlockWrites
+    tokens: Int32  # [T]
+    query_start: Int32  # [S + 1], query_start[0] = 0, query_start[S] = T
+    past: Int32  # [S]
+    rows: Int32  # [S], row of the block table
+    samples: tuple[SampleRow, ...]
+    states: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[S], virtual id of each sequence's state page; empty when the model has no state group. Where `past` is 0 the
+    page is fresh and the state starts at zero, whatever the bytes are."""
+    scores: tuple[ScoreSpan, ...] = ()
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log probability of a token and its rank among all (1 = most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What came of one SampleRow, in the same order."""
+
+    token_id: int
+    logprob: float | None = None  # of the chosen token, when logprobs were asked for
+    rank: int | None = None
+    top: tuple[Logprob, ...] = ()  # the `params.logprobs` most likely, best first
+
+
+class Executor(Protocol):
+    """Runs steps in the order given. It never changes the planner's state."""
+
+    def run(self, step: Step) -> list[Sampled]:
+        """Apply the delta, run the forward, sample.
+
+        The result has one entry per `step.samples`, then one per target of `step.scores`.
+        """
+        ...

@@ -1,0 +1,404 @@
+"""The offline API, named as in vLLM: LLM, SamplingParams, RequestOutput.
+
+llm = LLM("demo")
+for output in llm.generate(["An isthmus is", "The sea"], SamplingParams(temperature=0)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+from tqdm import tqdm
+
+from isthmus.engine import capacity
+from isthmus.engine.config import EngineConfig
+from isthmus.engine.core import Engine
+from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
+from isthmus.engine.runner import Runner
+from isthmus.engine.sampler import Sampler
+from isthmus.errors import ConfigError
+from isthmus.memory import ArenaUsage, Pool
+from isthmus.model.layout import derive
+from isthmus.model.optimize import optimize
+from isthmus.model.source import build_model, resolve
+from isthmus.params import RequestError, SamplingParams
+
+Prompt: TypeAlias = str | Mapping[str, Any]
+"""Text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+
+Message: TypeAlias = Mapping[str, Any]
+"""`{"role": ..., "content": ...}` and whatever else the model's chat template reads."""
+
+DEFAULT_POOL_BYTES = 4 << 30
+
+
+class LLM:
+    """A model and an engine in this process.
+
+    Args:
+        model: hub id, directory, .gguf file, `demo` or `demo-chat`.
+        engine_args: any setting of `isthmus.engine.config`: dtype, memory, device, page_size, pool_bytes,
+            max_model_len, max_num_seqs, max_num_batched_tokens, load_format, static_split, ...
+
+    ModelError for a model that cannot be loaded or served, ConfigError for settings that are wrong or impossible.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        self.config = EngineConfig.build(model=model, **engine_args)
+        if self.config.device != "cpu":
+            raise ConfigError(f"--device {self.config.device} is not supported yet: use cpu")
+        load_format = self.config.model.load_format
+        source = resolve(self.config.model.model, load_format=load_format)
+        self.name = source.name
+        self.tokenizer: Any = source.load_tokenizer()
+        self.dtype = _dtype(self.config.model.dtype, source.load_config().dtype)
+        self._model = build_model(source, self.dtype, load_format=load_format)
+        self.layout = derive(self._model, self.config.memory.page_size, str(self.dtype).removeprefix("torch."))
+        self.optimized = optimize(self._model)
+        self.end_token_ids = source.end_token_ids()  # ids after which a text is complete
+        self._names = itertools.count()
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
+        self.engine = self._build_engine(self._arena_bytes(), self._walls)
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts and return their outputs in order.
+
+        Args:
+            prompts: one or many; text gets the special tokens (BOS) its tokenizer adds by default.
+            sampling_params: one for all, or one each.
+            on_output: called after every step with the index and the output so far of each prompt that gained a
+                token; the last call has `finished` set.
+
+        RequestError naming the prompt if one can never be served; then none is started. Ctrl-C, or an error in
+        `on_output`, aborts all of this call and leaves the engine as it was.
+        """
+        batch = self._batch(prompts, sampling_params)
+        inbox: deque[RequestOutput] = deque()
+        with self._submitted(batch, inbox) as names:
+            index = {name: i for i, name in enumerate(names)}
+            results = [_empty(name, *request) for name, request in zip(names, batch, strict=True)]
+            unfinished = len(results)
+            with _Progress(len(batch), enabled=use_tqdm) as progress:
+                while unfinished and self.engine.has_work:  # `on_output` may abort requests of its call
+                    self._step()
+                    while inbox:
+                        more = inbox.popleft()
+                        result = results[index[more.request_id]]
+                        result.merge(more)
+                        progress.note(more)
+                        unfinished -= more.finished
+                        if on_output is not None:
+                            on_output(index[more.request_id], result)
+        return results
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield what each step adds to one prompt's completion. Leaving the loop early aborts the request."""
+        inbox: deque[RequestOutput] = deque()
+        with self._submitted(self._batch(prompt, sampling_params), inbox):
+            finished = False
+            while not finished and self.engine.has_work:
+                self._step()
+                while inbox:
+                    more = inbox.popleft()
+                    finished = more.finished
+                    yield more
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The model's next message in one conversation or in many. RequestError if it has no chat template."""
+        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.render_chat(conversation, **(chat_template_kwargs or {})) for conversation in many]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> dict[str, Any]:
+        """A conversation as a prompt: text by the model's template, and its ids.
+
+        The template writes the special tokens itself, so the tokenizer must not add them again.
+        """
+        if not self.tokenizer.chat_template:
+            raise RequestError(
+                f"{self.name} has no chat template: use generate with plain text, or a chat model such as demo-chat"
+            )
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
+        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False).input_ids}
+
+    def lengths(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[tuple[int, int]]:
+        """`(prompt, output)` tokens of each request, if every one runs to its limit: a workload for `static`."""
+        longest = self.engine.scheduler.max_model_len
+        return [
+            (len(ids), max(1, min(params.max_tokens or longest, longest - len(ids))))
+            for _, ids, params in self._batch(prompts, sampling_params)
+        ]
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    def usage(self) -> ArenaUsage:
+        """The arena in bytes, now."""
+        return self.engine.pool.usage()
+
+    @contextlib.contextmanager
+    def static(self, split: Mapping[str, int] | Sequence[tuple[int, int]]) -> Iterator[LLM]:
+        """Meanwhile the same model and arena with walls.
+
+        Args:
+            split: bytes per group, or the `(prompt, output)` lengths of a workload that gets its `best_walls`.
+
+        ConfigError if requests are still being served: their pages would be lost.
+        """
+        pool = self.engine.pool
+        if isinstance(split, Mapping):
+            walls: Mapping[str, int] = split
+        else:
+            walls = capacity.best_walls(self.layout.groups, pool.arena_bytes, split)
+        self._rebuild(pool.arena_bytes, lambda arena: walls)
+        try:
+            yield self
+        finally:
+            self._rebuild(pool.arena_bytes, lambda arena: pool.walls)
+
+    def certificate(self) -> str:
+        """What the arena holds: groups, page bytes, ids, tables, and how many sequences fit together."""
+        pool, longest = self.engine.pool, self.engine.scheduler.max_model_len
+        kind = "unified" if pool.walls is None else "static"
+        entries = sum(len(pool.table(name)) for name in pool.groups)
+        lines = [
+            f"{self.name}: {str(self.dtype).removeprefix('torch.')}, up to {longest:,} tokens, {self.optimized}",
+            f"{kind} arena of {pool.arena_bytes:,} bytes, {pool.null_bytes:,} of them null pages",
+            *self.layout.describe().splitlines(),
+        ]
+        if pool.walls is not None:
+            lines.append("walls: " + ", ".join(f"{name} {size:,} bytes" for name, size in pool.walls.items()))
+        lines.append(f"{pool.ids('tokens').capacity:,} virtual page ids, page tables of {4 * entries:,} bytes")
+        for length in sorted({min(n, longest - 1) for n in (1024, 8192, longest - 1)}):
+            lines.append(f"{capacity.concurrent(pool, length):,} sequences of {length:,} tokens fit together")
+        total = capacity.total_tokens(pool, longest - 1)
+        lines.append(f"{total:,} tokens fit in sequences of up to {longest:,}")
+        return "\n".join(lines)
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _arena_bytes(self) -> int:
+        memory = self.config.memory
+        return memory.pool_bytes or min(DEFAULT_POOL_BYTES, available_memory() // 2)
+
+    def _walls(self, arena_bytes: int) -> Mapping[str, int] | None:
+        memory = self.config.memory
+        if memory.memory == "unified":
+            return None
+        if memory.static_split is not None:
+            return capacity.split_walls(self.layout.groups, arena_bytes, memory.static_split)
+        return capacity.best_walls(self.layout.groups, arena_bytes, [memory.static_workload])
+
+    def _build_engine(self, arena_bytes: int, walls: Callable[[int], Mapping[str, int] | None]) -> Engine:
+        groups, config = self.layout.groups, self.config
+        null = max(group.spec.page_bytes for group in groups)
+        least = null + capacity.peak_bytes({group.name: group for group in groups}, 1)
+        if arena_bytes < least:
+            raise ConfigError(
+                f"--pool-bytes {arena_bytes:,} is smaller than one sequence, which needs {least:,} bytes "
+                f"for its first page of {config.memory.page_size} tokens: raise it or lower --page-size"
+            )
+        pool = Pool(arena_bytes, groups, walls=walls(arena_bytes))
+        max_model_len = self._max_model_len(pool)
+        sampler = Sampler(self.end_token_ids, self.layout.vocab_size)
+        rows = config.scheduler.max_num_seqs
+        runner = Runner(self._model, self.layout, arena_bytes, pool.ids("tokens").capacity, rows, sampler)
+        return Engine(
+            pool,
+            runner,
+            self.tokenizer,
+            config.scheduler,
+            max_model_len=max_model_len,
+            vocab_size=self.layout.vocab_size,
+            eos_token_ids=self.end_token_ids,
+            max_cached_tokens=config.memory.max_total_tokens,
+        )
+
+    def _max_model_len(self, pool: Pool) -> int:
+        """What was asked for, if it is possible; else the model's context or what the arena can hold."""
+        asked, context = self.config.model.max_model_len, self.layout.max_model_len
+        if asked is not None and asked > context:
+            raise ConfigError(f"--max-model-len {asked:,} is more than the model's context of {context:,} tokens")
+        wanted = asked or context
+        # The last token of a sequence is given out, not cached.
+        held = capacity.longest(pool, wanted - 1) + 1
+        if held == wanted or (asked is None and held > 1):
+            return held
+        need = capacity.peak_bytes(pool.groups, max(1, (asked or 2) - 1))
+        raise ConfigError(
+            f"one sequence of {asked or 2:,} tokens needs {need:,} bytes of pages and does not fit the arena of "
+            f"{pool.arena_bytes:,}, which holds one of {held:,}: raise --pool-bytes or lower --max-model-len"
+        )
+
+    def _rebuild(self, arena_bytes: int, walls: Callable[[int], Mapping[str, int] | None]) -> None:
+        if self.engine.has_work:
+            raise ConfigError("the memory cannot be changed while requests are served: finish or abort them first")
+        self.engine = self._build_engine(arena_bytes, walls)
+
+    def _batch(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """`(text, token ids, params)` of each request."""
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(many)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(many):
+            raise ConfigError(f"{len(params)} sampling_params for {len(many)} prompts: give one, or one for each")
+        return [(*self._tokenise(prompt), p) for prompt, p in zip(many, params, strict=True)]
+
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer(prompt).input_ids
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+            return self._tokenise(prompt["prompt"])
+        raise RequestError(f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, not {prompt!r:.60}')
+
+    @contextlib.contextmanager
+    def _submitted(
+        self, batch: Sequence[tuple[str | None, list[int], SamplingParams]], inbox: deque[RequestOutput]
+    ) -> Iterator[list[str]]:
+        """All requests of a call, or none: queued on entry, whatever is left of them aborted on exit."""
+        names = [str(next(self._names)) for _ in batch]
+        try:
+            for i, (name, (text, ids, params)) in enumerate(zip(names, batch, strict=True)):
+                try:
+                    self.engine.add_request(name, ids, params, prompt=text)
+                except RequestError as error:
+                    raise RequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error)) from None
+                self._inboxes[name] = inbox
+            yield names
+        finally:
+            for name in names:
+                self.engine.abort(name)
+                self._inboxes.pop(name, None)
+
+    def _step(self) -> None:
+        """One step for everyone; increments go to the inbox of the call that they belong to."""
+        with _whole_step():
+            for output in self.engine.step():
+                self._inboxes[output.request_id].append(output)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be taken without pushing others out, cgroup limit included."""
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        fields = dict(line.split(":", 1) for line in info.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
+    return free
+
+
+def _dtype(asked: str, stored: Any) -> torch.dtype:
+    """The torch dtype of a `--dtype`; what the checkpoint says, or bfloat16 where it says nothing, for auto."""
+    if asked != "auto":
+        found = getattr(torch, asked)
+    elif isinstance(stored, torch.dtype):
+        found = stored
+    else:
+        found = torch.bfloat16
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _empty(name: str, text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
+    return RequestOutput(name, text, ids, [CompletionOutput(i) for i in range(params.n)])
+
+
+@contextlib.contextmanager
+def _whole_step() -> Iterator[None]:
+    """Ctrl-C waits for the end of the step: half a step would leave pages on the device nobody knows where."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+class _Progress:
+    """The progress bar: requests done, output tokens per second."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar = tqdm(total=total, desc="requests", unit="req", disable=not enabled, dynamic_ncols=True)
+        self._start = time.perf_counter()
+        self._tokens = 0
+        self._shown = 0.0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._show()
+        self._bar.close()
+
+    def note(self, more: RequestOutput) -> None:
+        """Count what a step added to one request."""
+        self._tokens += sum(len(output.token_ids) for output in more.outputs)
+        self._bar.update(int(more.finished))
+        if time.perf_counter() - self._shown > 0.2:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown = time.perf_counter()
+        rate = self._tokens / max(1e-9, self._shown - self._start)
+        self._bar.set_postfix_str(f"{rate:,.1f} output tok/s")
+
+
+__all__ = ["LLM", "CompletionOutput", "Message", "Prompt", "RequestOutput", "SamplingParams", "TokenLogprob"]

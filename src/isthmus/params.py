@@ -1,0 +1,71 @@
+"""Sampling parameters, with vLLM's names and defaults, and the error for requests that cannot be served."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from isthmus.errors import ConfigError, IsthmusError
+
+
+class RequestError(IsthmusError, ValueError):
+    """A request that can never be served as asked. The engine is as it was."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and where it ends.
+
+    Raises ConfigError naming the parameter when a value is out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off (-1 is accepted and means the same)
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the context
+    min_tokens: int = 0
+    stop: Sequence[str] = ()  # one string is accepted too
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report besides the chosen token; 0 = the chosen one alone
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    skip_special_tokens: bool = True
+    grammar: str | None = None  # for llguidance: the output follows it, and ends where it does
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        checks = (
+            ("n", self.n >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "greater than 0"),
+            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers by token id"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "between 0 and max_tokens"),
+            ("min_tokens", not (self.min_tokens and self.grammar), "0 with a grammar, which says where it ends"),
+            ("ignore_eos", not (self.ignore_eos and self.grammar), "False with a grammar, which says where it ends"),
+            ("stop", all(isinstance(s, str) and s for s in stop), "a string or a list of non-empty strings"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more"),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "0 or more"),
+        )
+        for name, ok, want in checks:
+            if not ok:
+                raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r}")

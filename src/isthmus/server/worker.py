@@ -1,0 +1,222 @@
+"""The engine process: take orders, run a step, report. `engine_process` starts it.
+
+It ends when its standard input closes, so it never outlives the front, however that ended; Ctrl-C and SIGTERM are
+the front's to handle, because requests that run may still be finished.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from isthmus.errors import IsthmusError
+from isthmus.params import RequestError
+from isthmus.server import wire
+
+if TYPE_CHECKING:
+    from isthmus.engine.core import Engine
+    from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
+    from isthmus.llm import LLM
+
+
+def main() -> int:
+    """Exit codes: 2 for a model or setting the user must change, 1 when anything else broke."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=wire.Start)
+    threading.Thread(target=_end_with_front, daemon=True).start()
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.set_hwm(0)  # the front bounds what is in flight
+    socket.connect(start.endpoint)
+    try:
+        service = _load(start)
+        socket.send(wire.encode(service.info))
+        service.serve(socket)
+    except IsthmusError as error:
+        socket.send(wire.encode(wire.Failed(str(error), by_user=True)))
+        code = 2
+    except Exception as error:
+        traceback.print_exc()
+        socket.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}".splitlines()[0], by_user=False)))
+        code = 1
+    socket.close(linger=5000)
+    zmq.Context.instance().term()
+    return code
+
+
+def _end_with_front() -> None:
+    """Wait until the front closes our input, which the operating system does for it if it is killed."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _load(start: wire.Start) -> Service:
+    from isthmus.llm import LLM  # noqa: PLC0415 (torch: only once the socket is there to report errors)
+
+    args = dict(start.engine_args)
+    if "static_workload" in args:
+        args["static_workload"] = tuple(args["static_workload"])
+    llm = LLM(**args)
+    return Service(llm.engine, _model_info(llm, Path(start.folder)))
+
+
+def _model_info(llm: LLM, folder: Path) -> wire.ModelInfo:
+    tokenizer = llm.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise IsthmusError(f"{llm.name}: the server needs a fast tokenizer (tokenizer.json), and this model has none")
+    file = folder / "tokenizer.json"
+    file.write_text(backend.to_str())
+    return wire.ModelInfo(
+        name=llm.name,
+        tokenizer_file=str(file),
+        chat_template=tokenizer.chat_template,
+        special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        end_token_ids=list(llm.end_token_ids),
+        vocab_size=llm.layout.vocab_size,
+        max_model_len=llm.engine.scheduler.max_model_len,
+        max_num_seqs=llm.config.scheduler.max_num_seqs,
+    )
+
+
+class Service:
+    """An engine that obeys a socket."""
+
+    def __init__(self, engine: Engine, info: wire.ModelInfo) -> None:
+        self.engine = engine
+        self.info = info
+        self._queued: deque[tuple[str, float]] = deque()  # requests that have not run yet, oldest first, and since when
+        self._queue_seconds: dict[str, float] = {}  # of requests that ran and were not reported yet
+        self._rejected: list[wire.Rejected] = []
+        self._done: list[int] = []
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        """Never returns: the process ends with the front, or with an error out of a step."""
+        socket.send(wire.encode(self._report([])))
+        while True:
+            self._obey(socket)
+            outputs = self.engine.step()
+            self._note_started()
+            socket.send(wire.encode(self._report(outputs)))
+
+    def _obey(self, socket: zmq.Socket[bytes]) -> None:
+        """Carry out all orders that are there; wait for one while there is nothing else to do."""
+        while self.engine.has_work or self._rejected or self._done or socket.poll(None):
+            try:
+                message = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            was_busy = self.engine.has_work
+            self._carry_out(wire.decode_to_engine(message))
+            if was_busy and not self.engine.has_work:
+                return  # the last request is gone: say so before waiting for more
+
+    def _carry_out(self, order: wire.ToEngine) -> None:
+        if isinstance(order, wire.Abort):
+            self.engine.abort(order.request_id)
+            self._queue_seconds.pop(order.request_id, None)
+        elif isinstance(order, wire.Reset):
+            reset_prefix_cache(self.engine)
+            self._done.append(order.call)
+        else:
+            try:
+                self.engine.add_request(order.request_id, order.prompt_token_ids, order.params)
+            except RequestError as error:
+                self._rejected.append(wire.Rejected(order.request_id, str(error)))
+            else:
+                self._queued.append((order.request_id, time.monotonic()))
+
+    def _note_started(self) -> None:
+        """How long those that ran for the first time had waited. The oldest runs first: looking at the head will do."""
+        requests = self.engine.scheduler.requests
+        while self._queued:
+            request_id, since = self._queued[0]
+            request = requests.get(request_id)
+            if request is not None and request.sequences[0].status.value == "waiting":
+                return
+            self._queued.popleft()
+            self._queue_seconds[request_id] = time.monotonic() - since
+
+    def _report(self, outputs: list[RequestOutput]) -> wire.Report:
+        updates = [_update(output, self._queue_seconds.pop(output.request_id, None)) for output in outputs]
+        rejected, self._rejected = self._rejected, []
+        done, self._done = self._done, []
+        return wire.Report(updates, rejected, done, stats(self.engine))
+
+
+def reset_prefix_cache(engine: Any) -> None:
+    """Forget cached prefixes. An engine without a prefix cache has none to forget."""
+    reset = getattr(engine, "reset_prefix_cache", None)
+    if reset is not None:
+        reset()
+
+
+def stats(engine: Engine) -> wire.Stats:
+    """The engine now, in pages and bytes."""
+    pool, scheduler = engine.pool, engine.scheduler
+    usage, ids = pool.usage(), pool.ids("tokens")
+    groups = [
+        wire.GroupStats(
+            name=group.name,
+            page_bytes=group.page_bytes,
+            live_pages=group.live_pages,
+            cached_pages=0,
+            hole_pages=group.hole_pages,
+            lo_byte=group.lo_byte,
+            hi_byte=group.hi_byte,
+            moved_pages=pool.moved_pages[group.name],
+            evicted_pages=0,
+            table_entries=len(pool.table(group.name)),
+        )
+        for group in usage.groups.values()
+    ]
+    return wire.Stats(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        total=usage.total,
+        null=usage.null,
+        gap=usage.gap,
+        tail=usage.tail,
+        groups=groups,
+        ids=ids.live,
+        id_capacity=ids.capacity,
+        steps=scheduler.counters.steps,
+        preemptions=scheduler.counters.preemptions,
+        refusals=scheduler.counters.refusals,
+    )
+
+
+def _update(output: RequestOutput, queue_seconds: float | None) -> wire.Update:
+    prompt_logprobs = getattr(output, "prompt_logprobs", None)
+    return wire.Update(
+        output.request_id,
+        [_piece(piece) for piece in output.outputs],
+        output.finished,
+        output.num_cached_tokens,
+        queue_seconds,
+        prompt_logprobs and [_scored(entry) if entry is not None else None for entry in prompt_logprobs],
+        getattr(output, "receipt", None),
+    )
+
+
+def _piece(output: CompletionOutput) -> wire.Piece:
+    logprobs = None if output.logprobs is None else [_scored(entry) for entry in output.logprobs]
+    return wire.Piece(output.index, output.text, output.token_ids, logprobs, output.finish_reason, output.stop_reason)
+
+
+def _scored(entry: dict[int, TokenLogprob]) -> list[wire.Scored]:
+    return [wire.Scored(token, x.logprob, x.rank, x.decoded_token) for token, x in entry.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
