@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test check setup clean
 
 demo: setup ## complete a batch of prompts with Gemma 3 270M from one arena, then under the best static split
-	$(BIN)/isthmus generate demo --prompts examples/demo.jsonl --temperature 0 --pool-bytes 48m --map --compare-static
+	$(BIN)/isthmus generate demo --prompts examples/demo.jsonl --temperature 0 --pool-bytes 24m --map --compare-static
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest

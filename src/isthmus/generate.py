@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from isthmus.engine.dryrun import fastest_walls
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args, sampling_params
 from isthmus.llm import LLM, Prompt, RequestOutput
@@ -38,6 +39,7 @@ class Run:
     fullest: ArenaUsage
     seconds: float
     output_tokens: int
+    steps: int
     most_running: int
 
 
@@ -48,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(**settings)
     if args.map:
         print(llm.certificate(), file=sys.stderr)
+    if args.compare_static:  # what the process pays once must not count against the side that runs first
+        llm.generate([job.prompt for job in jobs[:2]], replace(jobs[0].params, max_tokens=2), use_tqdm=False)
     first = _complete(llm, jobs, _printer(jobs, as_json=args.json))
     if args.map:
         print(_map("unified" if llm.engine.pool.walls is None else "static", first), file=sys.stderr)
@@ -70,11 +74,13 @@ def _complete(llm: LLM, jobs: Sequence[Job], printer: Printer | None) -> Run:
         if printer is not None:
             printer.show(index, output)
 
+    before = scheduler.counters.steps
     start = time.perf_counter()
     prompts, params = [job.prompt for job in jobs], [job.params for job in jobs]
     outputs = llm.generate(prompts, params, use_tqdm=len(jobs) > 1, on_output=on_output)
     tokens = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
-    return Run(fullest, time.perf_counter() - start, tokens, most_running)
+    seconds = time.perf_counter() - start
+    return Run(fullest, seconds, tokens, scheduler.counters.steps - before, most_running)
 
 
 def _map(name: str, done: Run) -> str:
@@ -88,20 +94,20 @@ def _map(name: str, done: Run) -> str:
 def _compare(llm: LLM, jobs: Sequence[Job], unified: Run) -> str:
     """The same batch, model and arena under the walls that suit this very batch best."""
     lengths = llm.lengths([job.prompt for job in jobs], [job.params for job in jobs])
-    with llm.static(lengths) as static:
-        walls = llm.engine.pool.walls or {}
-        print(f"\nagain with walls best for this batch: {_shares(walls)}", file=sys.stderr)
+    walls = fastest_walls(llm.layout.groups, llm.engine.pool.arena_bytes, llm.config.scheduler, lengths)
+    with llm.static(walls):
+        print(f"\nagain with the walls under which this batch takes fewest steps: {_shares(walls)}", file=sys.stderr)
         static_run = _complete(llm, jobs, None)
         picture = _map("static", static_run)
-    del static
-    rows = [f"\n{'':<10}{'seconds':>9}{'output tok/s':>14}{'most at once':>14}{'fullest, live bytes':>21}"]
+    rows = [f"\n{'':<10}{'seconds':>9}{'output tok/s':>14}{'steps':>8}{'most at once':>14}{'fullest, live bytes':>21}"]
     for name, done in (("unified", unified), ("static", static_run)):
         rate = done.output_tokens / done.seconds
-        rows.append(f"{name:<10}{done.seconds:>9.1f}{rate:>14.1f}{done.most_running:>14}{done.fullest.live:>21,}")
+        start = f"{name:<10}{done.seconds:>9.1f}{rate:>14.1f}{done.steps:>8}"
+        rows.append(f"{start}{done.most_running:>14}{done.fullest.live:>21,}")
     return picture + "\n" + "\n".join(rows)
 
 
-def _shares(walls: dict[str, int]) -> str:
+def _shares(walls: Mapping[str, int]) -> str:
     total = sum(walls.values())
     return ", ".join(f"{name} {size / total:.0%}" for name, size in walls.items())
 

@@ -376,7 +376,7 @@ class _Progress:
     """The progress bar: requests done, output tokens per second."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="requests", unit="req", disable=not enabled, dynamic_ncols=True)
+        self._bar = tqdm(total=total, desc="requests", unit="req", disable=None if enabled else True, dynamic_ncols=True)
         self._start = time.perf_counter()
         self._tokens = 0
         self._shown = 0.0

@@ -41,7 +41,7 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An answer other than success. `message` is one line: what, where, what to do."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status = status
         self.message = message
         self.param = param
