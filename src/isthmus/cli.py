@@ -94,10 +94,10 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     split = kinds.add_parser("split", help="unified against static memory at its best split and at wrong ones")
     add_engine_flags(split)
     split.add_argument(
-        "--long", type=_shape, default=(4, 3072, 64), metavar="N,P,O", help="long requests (default 4,3072,64)"
+        "--long", type=_shape, default=(2, 8192, 64), metavar="N,P,O", help="long requests (default 2,8192,64)"
     )
     split.add_argument(
-        "--short", type=_shape, default=(44, 96, 64), metavar="N,P,O", help="short ones (default 44,96,64)"
+        "--short", type=_shape, default=(62, 96, 64), metavar="N,P,O", help="short ones (default 62,96,64)"
     )
     split.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
     split.add_argument("--json", action="store_true", help="one JSON object with raw samples")

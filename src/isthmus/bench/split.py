@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Each memory in turn, `--repeat` times round, so that a drifting machine hits all alike."""
     if args.repeat < 1:
         raise ConfigError("--repeat must be at least 1")
-    settings = {"pool_bytes": 64 << 20} | engine_args(args)
+    settings = {"pool_bytes": 48 << 20} | engine_args(args)
     llm = LLM(**settings)
     batch = make_batch(args.long, args.short, llm.layout.vocab_size)
     walls = _walls(llm, batch, args.long)
