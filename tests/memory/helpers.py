@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.memory import Copies, Delta, Frees, Group, Moves, Pool, VirtualPages, opaque_spec
+from isthmus.memory import Copies, Delta, Frees, Group, Moves, Pool, Refusal, VirtualPages, opaque_spec
 
 
 def groups_of(sizes: Mapping[str, int], page_size: int = 1) -> list[Group]:
@@ -111,13 +111,14 @@ class Traffic:
     def grant(self, want: Mapping[str, int]) -> bool:
         """Plan and commit a demand."""
         plan = self.pool.plan(want)
-        if not plan:
+        if isinstance(plan, Refusal):
+            self.pool.refused(plan)
             self.refused += 1
             return False
         binds = {}
         for name, group in self.pool.groups.items():
             if name not in self.pool.covering[group.space]:
-                binds[name] = self.rng.permutation(np.asarray(plan.ids[group.space]))[: want[name]]  # type: ignore[union-attr]
+                binds[name] = self.rng.permutation(np.asarray(plan.ids[group.space]))[: want[name]]
         self.pool.commit(plan, binds)
         self.granted += 1
         self.operations += sum(want.values())

@@ -94,6 +94,23 @@ def test_plan_exists_exactly_when_an_arrangement_does(shape: str, pins: bool) ->
     assert min(answers.values()) >= 20, f"the traffic must meet both answers, got {answers}"
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_empty_pool_is_exact_for_every_mix_of_kinds(shape: str) -> None:
+    """An end that holds nothing must not keep its neighbours off the bytes beyond its page grid."""
+    sizes, walls = SHAPES[shape]
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        cells = int(rng.integers(8, 24)) if walls is None else 26
+        pool = Pool(cells * 16, groups_of(sizes), walls=walls and {n: u * 16 for n, u in walls.items()})
+        want = Traffic(pool, int(rng.integers(2**31))).demand(9)
+        for space in pool.spaces:
+            if rng.random() < 0.4:
+                want |= {name: 0 for name, group in pool.groups.items() if group.space == space}
+        expected = arrangement_exists(pool, want, cells)
+        assert pool.fits(want) == expected, f"{want} in {cells} cells"
+        assert bool(pool.plan(want)) == expected
+
+
 def test_a_plan_moves_nothing_when_today_spans_serve() -> None:
     pool = Pool(100 * 16, groups_of({"state": 5, "window": 2, "full": 1}))
     traffic = Traffic(pool, 0)

@@ -261,6 +261,7 @@ class Scheduler:
             if isinstance(plan, Plan):
                 return plan
             self.counters.refusals += 1
+            self.pool.refused(plan)
             if not self._shrink(past, chunks):
                 assert len(self.running) > 1, f"the oldest sequence does not fit an empty pool: {plan.message}"
                 self.preempt(self.running[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -31,6 +31,11 @@ class Group:
     def space(self) -> str:
         """The id space that names its pages: "tokens" or "states"."""
         return SPACES[self.kind]
+
+
+def null_bytes(groups: Iterable[Group]) -> int:
+    """Bytes at the start of an arena where the null pages (page 0) of all groups lie, overlapping."""
+    return max(group.spec.page_bytes for group in groups)
 
 
 def chain_order(groups: Sequence[Group]) -> list[Group]:

@@ -180,4 +180,8 @@ def _records(data: bytes, at: int) -> Iterator[tuple[Code, int, list[Int32]]]:
                 return
             arrays.append(np.frombuffer(data, "<i4", length, at).astype(np.int32))
             at += 4 * length
+        if code not in set(Code):
+            raise JournalError(
+                f"record of unknown kind {code} at byte {at}: the file is damaged or from a newer isthmus"
+            )
         yield Code(code), index, arrays

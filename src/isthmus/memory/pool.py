@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from isthmus.memory.arena import Chain, Span
 from isthmus.memory.delta import Copies, Delta, Frees, Moves, Op, Writes
-from isthmus.memory.group import Group, chain_order, covering_groups
+from isthmus.memory.group import Group, chain_order, covering_groups, null_bytes
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages, as_physical, as_virtual
 from isthmus.memory.journal import Journal
 from isthmus.memory.region import Anchor, Region
@@ -80,7 +80,12 @@ class Pool:
         if not groups or len({g.name for g in groups}) != len(groups):
             raise ValueError("a pool needs at least one group, and every group its own name")
         self.arena_bytes = arena_bytes
-        self.null_bytes = max(g.spec.page_bytes for g in groups)  # pages 0 of all groups, overlapping
+        self.null_bytes = null_bytes(groups)
+        for group in groups:
+            if arena_bytes // group.spec.page_bytes >= 2**31:
+                raise ValueError(
+                    f"group {group.name!r}: more than 2**31 pages of {group.spec.page_bytes} bytes: raise page_size"
+                )
         if arena_bytes < self.null_bytes:
             raise ValueError(f"an arena of {arena_bytes} bytes cannot hold even the null page of {self.null_bytes}")
         self.groups = {g.name: g for g in chain_order(groups)}
@@ -91,7 +96,7 @@ class Pool:
         self.spaces = {space: IdSpace(space, self._capacity(names)) for space, names in self.covering.items()}
         self.tables = {g.name: self.spaces[g.space].table(g.name) for g in self.groups.values()}
         self.moved_pages = dict.fromkeys(self.groups, 0)  # since the start, per group
-        self.refusals = 0  # since the start
+        self.refusals = 0  # demands that were turned away, since the start
         self._epoch = 0  # counts changes; a plan made at another count is stale
         self._ops: list[Op] = []  # since the last take_delta
         self._journal = journal
@@ -102,6 +107,8 @@ class Pool:
 
     def plan(self, demand: Mapping[str, int], release: Mapping[str, int] = _NONE) -> Plan | Refusal:
         """Can so many pages per group be had, all or nothing? Changes nothing.
+
+        Asking is free, and searches ask often: nothing is counted. Whoever acts on a Refusal calls `refused`.
 
         `release` asks "if so many live pages of these groups were given back first" (for eviction and
         preemption); such a plan answers the question and cannot be committed.
@@ -116,7 +123,7 @@ class Pool:
             sizes = [need[r.name] for r in chain.regions]
             found = chain.fit(sizes, (False,) * len(sizes)) if release else chain.arrange(sizes)
             if found is None:
-                return self._refuse(want, need, what_if=bool(release))
+                return self._refuse(want, need)
             spans.append(tuple(found))
         fresh = (
             {space: self.spaces[space].peek(self._fresh(space, want)) for space in self.spaces} if not release else {}
@@ -160,8 +167,11 @@ class Pool:
             for r in self.regions.values()
         }
         gap = sum(gap for chain in self.chains for gap in chain.gaps())
-        tail = self.arena_bytes - self.chains[-1].hi
-        return ArenaUsage(self.arena_bytes, self.null_bytes, gap, tail, groups)
+        high = self.chains[-1].regions[-1]
+        top = self.chains[-1].hi
+        if high.anchor is Anchor.HIGH and high.span:  # above its last whole page nobody can be
+            gap, top = gap - (top - high.hi * high.page_bytes), high.hi * high.page_bytes
+        return ArenaUsage(self.arena_bytes, self.null_bytes, gap, self.arena_bytes - top, groups)
 
     # -- changing -------------------------------------------------------------------------------------------
 
@@ -192,6 +202,12 @@ class Pool:
                 region.trim()
         if self._journal is not None:
             self._journal.commit(plan.demand, chosen, self._ops[start:])
+
+    def refused(self, refusal: Refusal) -> None:
+        """Note that a demand was turned away: counted, and written to the journal."""
+        self.refusals += 1
+        if self._journal is not None:
+            self._journal.refusal(refusal.demand)
 
     def unbind(self, group: str, ids: VirtualLike) -> None:
         """Give back the pages of these ids in a group that does not cover its space; the ids stay live."""
@@ -351,9 +367,7 @@ class Pool:
         for name, anchor in zip(names, anchors, strict=True):
             size = self.groups[name].spec.page_bytes
             regions.append(Region(name, size, self.arena_bytes // size, -(-lo // size), hi // size, anchor))
-        size, last = regions[-1].page_bytes, hi // regions[-1].page_bytes
-        top = last * size if ends and last * size > lo else hi
-        return Chain(lo, top, regions)
+        return Chain(lo, hi, regions)
 
     def _capacity(self, names: Sequence[str]) -> int:
         return min(self.regions[name].last - self.regions[name].first for name in names)
@@ -374,7 +388,7 @@ class Pool:
             )
         return counts.pop()
 
-    def _refuse(self, want: dict[str, int], need: dict[str, int], *, what_if: bool) -> Refusal:
+    def _refuse(self, want: dict[str, int], need: dict[str, int]) -> Refusal:
         sizes = {name: self.groups[name].spec.page_bytes for name in self.groups}
         short = 0
         for chain in self.chains:
@@ -386,10 +400,6 @@ class Pool:
         message = (
             f"no room for {asked} pages in an arena of {self.arena_bytes:,} bytes with {live} pages live: {reason}"
         )
-        if not what_if:
-            self.refusals += 1
-            if self._journal is not None:
-                self._journal.refusal(want)
         return Refusal(want, short, message)
 
     def _check_binds(self, plan: Plan, binds: Mapping[str, VirtualLike]) -> dict[str, NDArray[np.int64]]:

@@ -25,12 +25,15 @@ def replay(path: str | Path, each: Callable[[int, Code, Pool], None] | None = No
     JournalError names the record at which the outcome differs from the recorded one.
     """
     header, records = read(path)
-    pool = _pool(header)
+    try:
+        pool = _pool(header)
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"{path}: its header describes no pool: {error}") from error
     groups, spaces = list(pool.groups), sorted(pool.spaces)
     for number, (code, index, arrays) in enumerate(records):
         try:
             got = _execute(pool, code, index, arrays, groups, spaces)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, TypeError) as error:
             raise JournalError(f"{path}: record {number} ({code.name.lower()}) cannot be repeated: {error}") from error
         want = _recorded_outcome(code, arrays, len(groups))
         if len(got) != len(want) or not all(np.array_equal(a, b) for a, b in zip(got, want, strict=True)):
@@ -64,6 +67,7 @@ def _execute(
         if isinstance(plan, Refusal) is not (code is Code.REFUSAL):
             raise ValueError("granted where it was refused, or refused where it was granted")
         if isinstance(plan, Refusal):
+            pool.refused(plan)
             return []
         pool.commit(plan, dict(zip(groups, arrays[1 : 1 + len(groups)], strict=True)))
         return outcome(pool.take_delta().ops, groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_CELLS = {"null": "0", "hole": ".", "gap": " ", "tail": "|"}
+_NULL, _HOLE, _FREE = "0", ".", " "
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ArenaUsage:
     total: int
     null: int
     gap: int  # free bytes between frontiers, the slack of page grids included
-    tail: int  # bytes above the last whole page of the high end
+    tail: int  # bytes above the last whole page of the high end while it has pages, or beyond the walls
     groups: dict[str, GroupUsage]
 
     @property
@@ -51,12 +51,12 @@ class ArenaUsage:
 
     def draw(self, width: int = 72) -> str:
         """One line, low to high: a group's initial where it is, `.` when it is mostly holes, blank for the gap."""
-        cells = [" "] * width
+        cells = [_FREE] * width
         for mark, lo, hi in self._intervals():
             for cell in range(
                 lo * width // self.total, max(lo * width // self.total + 1, -(-hi * width // self.total))
             ):
-                if cell < width and cells[cell] == " ":
+                if cell < width and cells[cell] == _FREE:
                     cells[cell] = mark
         return "[" + "".join(cells) + "]"
 
@@ -72,9 +72,9 @@ class ArenaUsage:
         return "\n".join(rows)
 
     def _intervals(self) -> list[tuple[str, int, int]]:
-        found = [(_CELLS["null"], 0, self.null)] if self.null else []
+        found = [(_NULL, 0, self.null)] if self.null else []
         for g in self.groups.values():
             if g.hi_byte > g.lo_byte:
-                mark = g.name[0].upper() if g.live_pages * 2 >= g.hole_pages else _CELLS["hole"]
+                mark = g.name[0].upper() if g.live_pages >= g.hole_pages else _HOLE
                 found.append((mark, g.lo_byte, g.hi_byte))
         return found
