@@ -136,6 +136,12 @@ BAD = {
     "an unknown key in a prompts line": (["{gguf}", "--prompts", "{tmp}/key.jsonl"], "unknown key 'promt'"),
     "a missing config": (["{gguf}", "--config", "none.yaml"], "none.yaml"),
     "an unknown setting in YAML": (["{gguf}", "--config", "{tmp}/bad.yaml"], "pool_size"),
+    "a YAML value of a wrong type": (["{gguf}", "--config", "{tmp}/type.yaml"], "page_size: 'abc' does not do"),
+    "a YAML null": (["{gguf}", "--config", "{tmp}/null.yaml"], "page_size: None does not do"),
+    "a YAML size that does not parse": (["{gguf}", "--config", "{tmp}/size.yaml"], "'4x' is not a size"),
+    "a prompt that is no text": (["{gguf}", "--prompts", "{tmp}/five.jsonl"], "prompt must be text"),
+    "token ids that are none": (["{gguf}", "--prompts", "{tmp}/ids.jsonl"], "a list of token ids"),
+    "a comparison of static with static": (["{gguf}", "--memory", "static", "--compare-static"], "leave out"),
     "a truncated GGUF": (["{tmp}/cut.gguf"], "cut.gguf"),
     "a split without static memory": (["{gguf}", "--static-split", "full=0.5,window=0.5"], "--memory"),
     "a prompt that can never fit": (["{gguf}", "--pool-bytes", "36k", "--prompt", "w1 " * 40], "tokens"),
@@ -151,6 +157,11 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     (tmp_path / "bad.jsonl").write_text("{nope\n")
     (tmp_path / "key.jsonl").write_text('{"promt": "x"}\n')
     (tmp_path / "bad.yaml").write_text("pool_size: 1g\n")
+    (tmp_path / "type.yaml").write_text("page_size: abc\n")
+    (tmp_path / "null.yaml").write_text("page_size: null\n")
+    (tmp_path / "size.yaml").write_text("pool_bytes: 4x\n")
+    (tmp_path / "five.jsonl").write_text('{"prompt": 5}\n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": ["a"]}\n')
     shutil.copy(gguf, tmp_path / "cut.gguf")
     with (tmp_path / "cut.gguf").open("r+b") as file:
         file.truncate(gguf.stat().st_size // 2)

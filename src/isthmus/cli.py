@@ -102,6 +102,30 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     split.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
     split.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     split.set_defaults(run=_bench_split)
+    _add_bench_serve(kinds)
+
+
+def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
+    serve = kinds.add_parser("serve", help="latency and throughput of a running server")
+    serve.add_argument("--url", default="http://127.0.0.1:8000", help="where it listens (default %(default)s)")
+    serve.add_argument("--served-model-name", metavar="NAME", help="default: the first model it offers")
+    serve.add_argument("--api-key", metavar="KEY", help="default: ISTHMUS_API_KEY")
+    serve.add_argument("--rate", type=float, metavar="R", help="open loop: requests a second, at random moments")
+    serve.add_argument("--concurrency", type=int, metavar="N", help="closed loop: requests under way at all times")
+    serve.add_argument("--requests", type=int, default=64, metavar="N", help="how many (default %(default)s)")
+    serve.add_argument(
+        "--prompt-len", type=int, default=256, metavar="N", help="mean prompt tokens (default %(default)s)"
+    )
+    serve.add_argument(
+        "--output-len", type=int, default=64, metavar="N", help="mean output tokens (default %(default)s)"
+    )
+    serve.add_argument("--workload", type=Path, metavar="FILE", help="prompts of token ids instead, --output-len exact")
+    serve.add_argument("--hang-up", type=float, default=0.0, metavar="P", help="share of clients that vanish midway")
+    serve.add_argument("--ttft-limit", type=float, metavar="MS", help="goodput counts requests that kept it")
+    serve.add_argument("--itl-limit", type=float, metavar="MS", help="likewise, the mean of a request")
+    serve.add_argument("--seed", type=int, default=0, help="of lengths and hang-ups (default %(default)s)")
+    serve.add_argument("--json", action="store_true", help="one JSON object")
+    serve.set_defaults(run=_bench_serve)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -153,6 +177,16 @@ def _bench_split(args: argparse.Namespace) -> int:
 
     report.show(split.run(args), args.json, split.lines)
     return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    try:
+        from isthmus.bench import report, serve  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"bench serve needs the package {error.name}: pip install 'isthmus[bench]'") from error
+    result = serve.run(args)
+    report.show(result, args.json, serve.lines)
+    return 1 if result["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -82,9 +82,27 @@ def _from_yaml(path: Path, known: Mapping[str, tuple[Setting, Any]]) -> dict[str
         name = str(key).replace("-", "_")
         if name not in known:
             raise ConfigError(f"--config {path}: unknown setting {key!r}")
-        setting, kind = known[name]
-        values[name] = _converter(setting, kind)(str(value)) if isinstance(value, str | int | float) else value
+        try:
+            values[name] = _from_plain(value, *known[name])
+        except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
+            raise ConfigError(f"--config {path}: {key}: {value!r} does not do: {error}") from error
     return values
+
+
+def _from_plain(value: Any, setting: Setting, kind: Any) -> Any:
+    """A YAML value as the setting's type: what the command line would make of it, lists joined by commas."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if value is None or isinstance(value, bool):
+        if type(value) in options:
+            return value
+        raise ValueError("a value of another type is due")
+    if isinstance(value, Mapping):
+        return _converter(setting, kind)(",".join(f"{name}={share}" for name, share in value.items()))
+    if isinstance(value, list):
+        return _converter(setting, kind)(",".join(map(str, value)))
+    if isinstance(value, str | int | float):
+        return _converter(setting, kind)(str(value))
+    raise ValueError("a plain value is due")
 
 
 def _converter(setting: Setting, kind: Any) -> Callable[[str], Any]:

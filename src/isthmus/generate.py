@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Everything the verb does; raises IsthmusError for what the user must change."""
     jobs = _jobs(args, sampling_params(args))
     settings = engine_args(args)
+    if args.compare_static and settings.get("memory") == "static":
+        raise ConfigError("--compare-static runs unified memory first: leave out --memory static")
     llm = LLM(**settings)
     if args.map:
         print(llm.certificate(), file=sys.stderr)
@@ -124,7 +126,10 @@ def _jobs(args: argparse.Namespace, params: SamplingParams) -> list[Job]:
     if not texts:
         if sys.stdin.isatty():
             print("reading a prompt from standard input; end it with Ctrl-D", file=sys.stderr)
-        texts = [sys.stdin.read().removesuffix("\n")]
+        try:
+            texts = [sys.stdin.read().removesuffix("\n")]
+        except UnicodeDecodeError as error:
+            raise ConfigError("standard input is not UTF-8 text") from error
     return [Job(text, _short(text), params) for text in texts]
 
 
@@ -150,11 +155,17 @@ def _job(path: Path, number: int, line: str, params: SamplingParams) -> Job:
     given = [key for key in ("prompt", "prompt_file", "prompt_token_ids") if key in row]
     if len(given) != 1:
         raise ConfigError(f"{where}: exactly one of prompt, prompt_file and prompt_token_ids is due")
-    if "max_tokens" in row:
-        params = replace(params, max_tokens=row["max_tokens"])
+    value, title = row[given[0]], row.get("title", f"request {number}")
+    most = row.get("max_tokens", params.max_tokens)
+    ids = isinstance(value, list) and all(type(token) is int for token in value)
+    if not (ids if given == ["prompt_token_ids"] else isinstance(value, str)):
+        raise ConfigError(f"{where}: {given[0]} must be {'a list of token ids' if 'ids' in given[0] else 'text'}")
+    if not isinstance(title, str) or not (most is None or type(most) is int):
+        raise ConfigError(f"{where}: title must be text and max_tokens a whole number")
+    params = replace(params, max_tokens=most)
     if given == ["prompt_token_ids"]:
-        return Job({"prompt_token_ids": row["prompt_token_ids"]}, row.get("title", f"request {number}"), params)
-    text = row["prompt"] if given == ["prompt"] else _text(path.parent / row["prompt_file"])
+        return Job({"prompt_token_ids": value}, title, params)
+    text = value if given == ["prompt"] else _text(path.parent / value)
     return Job(text, row.get("title", _short(text)), params)
 
 

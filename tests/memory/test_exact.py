@@ -15,6 +15,7 @@ SHAPES = {
     "two ends 2:1": ({"full": 2, "window": 1}, None),
     "two ends 1:3": ({"full": 1, "window": 3}, None),
     "state and full": ({"state": 5, "full": 2}, None),
+    "wide high end": ({"state": 1, "full": 5}, None),
     "one float": ({"state": 4, "window": 3, "full": 2}, None),
     "two floats": ({"state": 3, "window1": 2, "window2": 1, "full": 1}, None),
     "two states": ({"state1": 3, "state2": 2, "full": 1}, None),

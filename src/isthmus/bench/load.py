@@ -1,7 +1,7 @@
 """A load client for any OpenAI-compatible server: streams completions and notes when each piece came.
 
-    closed loop   so many requests are under way at all times (`concurrency`)
-    open loop     requests start at random moments of a given mean rate, whether or not earlier ones have ended (`rate`)
+closed loop   so many requests are under way at all times (`concurrency`)
+open loop     requests start at random moments of a given mean rate, whether or not earlier ones have ended (`rate`)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Latency and throughput of a running server, as its clients see them.
 
-    TTFT   time to the first piece of text        ITL   time between pieces        E2E   whole request
-    goodput   requests a second that kept the stated limits
+TTFT   time to the first piece of text        ITL   time between pieces        E2E   whole request
+goodput   requests a second that kept the stated limits
 """
 
 from __future__ import annotations

@@ -30,7 +30,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Each memory in turn, `--repeat` times round, so that a drifting machine hits all alike."""
     if args.repeat < 1:
         raise ConfigError("--repeat must be at least 1")
+    if min(*args.long, *args.short) < 1:
+        raise ConfigError("--long and --short take a count, a prompt and an output length of at least 1 each")
     settings = {"pool_bytes": 48 << 20} | engine_args(args)
+    if settings.get("memory") == "static":
+        raise ConfigError("bench split compares unified memory with static walls itself: leave out --memory static")
     llm = LLM(**settings)
     batch = make_batch(args.long, args.short, llm.layout.vocab_size)
     walls = _walls(llm, batch, args.long)

@@ -28,8 +28,8 @@ RATES = ("output_tokens_per_second", "prefill_tokens_per_second", "decode_tokens
 def run(args: argparse.Namespace, started: float) -> dict[str, Any]:
     """Medians over `--repeat` runs in this process, after one short warm-up; raw samples beside them."""
     prompts = read_workload(args.workload)[: args.limit]
-    if args.repeat < 1 or not prompts:
-        raise ConfigError("--repeat and --limit must be at least 1")
+    if args.repeat < 1 or args.output_len < 1 or (args.limit is not None and args.limit < 1):
+        raise ConfigError("--repeat, --limit and --output-len must be at least 1")
     settings = engine_args(args)
     llm = LLM(**settings)
     startup = time.perf_counter() - started
@@ -71,9 +71,13 @@ def read_workload(path: Path) -> list[list[int]]:
     except ValueError as error:
         raise ConfigError(f"--workload {path}: not JSON: {error}") from error
     prompts = data.get("prompt_token_ids") if isinstance(data, dict) else None
-    if not isinstance(prompts, list) or not all(isinstance(p, list) and p for p in prompts):
+    if not isinstance(prompts, list) or not prompts or not all(map(_are_ids, prompts)):
         raise ConfigError(f'--workload {path}: an object with "prompt_token_ids", a list of lists of ids, is due')
     return prompts
+
+
+def _are_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
 
 
 def _once(llm: LLM, prompts: list[list[int]], output_len: int, *, use_tqdm: bool) -> dict[str, float]:

@@ -15,7 +15,11 @@ KINDS: Mapping[str, Callable[[Group], CacheKind]] = {
     "window": Window.of,
     "state": State.of,
 }
-"""Every cache kind by the label a group bears. A new kind is one file and one line here."""
+"""Every cache kind by the label a group bears.
+
+A new policy over pages is one file and one line here; where its pages lie and which id space names them is told by
+`isthmus.memory.group`.
+"""
 
 
 def kind_of(group: Group) -> CacheKind:
