@@ -22,6 +22,8 @@ from isthmus.memory import Copies, Delta, Frees, Group, Moves, Pool, Writes, opa
 
 Content: TypeAlias = tuple[str | None, tuple[int, ...]]
 
+LARGE = 4000  # cells of an arena in which nothing is ever evicted
+
 SHAPES: dict[str, dict[str, tuple[int, int | None]]] = {  # group: (bytes of a page / 16, window)
     "append": {"full": (2, None)},
     "window + append": {"full": (1, None), "window": (3, 7)},
@@ -32,6 +34,7 @@ SHAPES: dict[str, dict[str, tuple[int, int | None]]] = {  # group: (bytes of a p
     "windows": {"near": (2, 4), "far": (1, 11)},
     "narrow window": {"window": (1, 2)},
     "state + window": {"window": (1, 8), "state": (6, None)},
+    "state + window of one": {"window": (1, 1), "state": (6, None)},
     "state": {"state": (3, None)},
 }
 
@@ -134,6 +137,15 @@ class Life:
 
     def step(self, row: Row, n: int) -> bool:
         """Compute the next n tokens of a sequence. False if the pool has no room even after evicting."""
+        return self.step_together([row], n)
+
+    def step_together(self, rows: Sequence[Row], n: int) -> bool:
+        """The same for several sequences, whose new pages become the cache's in one call."""
+        ran = [row for row in rows if self._run(row, n)]
+        self._settle(ran)
+        return len(ran) == len(rows)
+
+    def _run(self, row: Row, n: int) -> bool:
         past, new = np.array([row.past]), np.array([n])
         demand = {}
         for name, kind in self.kinds.items():
@@ -165,7 +177,6 @@ class Life:
         self.device.apply(self.pool.take_delta())
         self._compute(row, n)
         self.check()
-        self._settle(row)
         return True
 
     def keep(self, row: Row) -> None:
@@ -268,14 +279,21 @@ class Life:
             self.device.write(name, row.state, self._content(row.salt, row.tokens, end))
         row.past = end
 
-    def _settle(self, row: Row) -> None:
-        row.names.extend(row.tokens[row.names.tokens :])
-        known, row.known = row.known, row.past // self.page_size
-        if self.tokens and row.known > known:
-            own = np.array(row.ids[known : row.known], np.int64)
-            row.ids[known : row.known] = self.cache.insert([(row.names, known, row.known)], own).tolist()
+    def _settle(self, rows: Sequence[Row]) -> None:
+        runs, own = [], []
+        for row in rows:
+            row.names.extend(row.tokens[row.names.tokens :])
+            known, row.known = row.known, row.past // self.page_size
+            runs.append((row.names, known, row.known))
+            own += row.ids[known : row.known] if self.tokens else [0] * (row.known - known)
+        ids = self.cache.insert(runs, np.array(own, np.int64)).tolist()
+        for row, (_, known, end) in zip(rows, runs, strict=True):
+            if self.tokens:
+                row.ids[known:end] = ids[: end - known]
+            ids = ids[end - known :]
         self.check()
-        self._pass(row)
+        for row in rows:
+            self._pass(row)
         self.check()
 
     def _pass(self, row: Row) -> None:
@@ -306,3 +324,15 @@ def _pairs(op: Moves | Copies) -> list[tuple[int, int]]:
 def total(pages: Mapping[str, int], pool: Pool) -> int:
     """Bytes of pages per group."""
     return sum(n * pool.groups[name].spec.page_bytes for name, n in pages.items())
+
+
+def prompt(*words: int, tail: int = 0) -> list[int]:
+    """Tokens in pieces of 12, so that prompts share prefixes of whole pieces, and `tail` tokens of their own."""
+    return [1000 * word + i for word in words for i in range(12)] + [-1 - i for i in range(tail)]
+
+
+def cells_of(shape: str, page_size: int, length: int) -> int:
+    """What a sequence of so many tokens in one chunk needs, with a snapshot, and the null page."""
+    groups = groups_of(shape, page_size)
+    pages = {g.name: int(kind_of(g).held(np.array([0]), np.array([length]))[0]) + (g.kind == "state") for g in groups}
+    return sum(pages[g.name] * g.spec.page_bytes for g in groups) // 16 + max(g.spec.page_bytes for g in groups) // 16

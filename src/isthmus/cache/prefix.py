@@ -296,9 +296,7 @@ class PrefixCache:
             self.evicted[name] += pages
         dying = batch.freed(n, roles.covering[0]) if roles.covering else np.zeros(0, np.int64)
         for name in roles.windows:
-            passed = batch.freed(n, name)
-            passed = passed[~np.isin(passed, dying)]
-            self._pool.unbind(name, holdings.forget(name, passed))
+            self._pool.unbind(name, holdings.forget(name, batch.freed(n, name)))
         if len(dying):
             self._pool.release("tokens", holdings.disown("tokens", dying))
         states = batch.freed(n, roles.states[0]) if roles.states else dying[:0]
