@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from isthmus.engine import capacity
+from isthmus.engine.runner import Runner
 from isthmus.errors import ConfigError
 from isthmus.llm import LLM, RequestOutput, SamplingParams
 from isthmus.memory import Group, Pool, opaque_spec
@@ -162,7 +164,7 @@ def test_ctrl_c_ends_the_call_after_the_step_and_the_engine_serves_on(llm: LLM) 
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["the cat", "the mat"], GREEDY, use_tqdm=False)
     finally:
-        llm.engine.executor.run = run  # type: ignore[method-assign]
+        del llm.engine.executor.run
     assert steps == 3
     assert not llm.engine.has_work
     assert llm.usage().live == 0
@@ -194,8 +196,22 @@ def test_one_bad_prompt_starts_none(llm: LLM) -> None:
         llm.generate(["the cat", {"prompt_token_ids": [1] * 300}], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.generate({"prompt_token_ids": []}, GREEDY, use_tqdm=False)
-    with pytest.raises(RequestError, match="a prompt is text"):
-        llm.generate([3], GREEDY, use_tqdm=False)  # type: ignore[list-item]
+    strange: Any
+    for strange in ([3], {"prompt": 5}, {"prompt": None}, [None], {}):
+        with pytest.raises(RequestError, match=r"^a prompt is text"):
+            llm.generate(strange, GREEDY, use_tqdm=False)
+    for strange in (5, None, 1.5):
+        with pytest.raises(RequestError, match=r"^prompts are one prompt or a list"):
+            llm.generate(strange, GREEDY, use_tqdm=False)
+    for strange in (5, "abc", None, {1: 2}):
+        with pytest.raises(RequestError, match=r"^prompt_token_ids are a list"):
+            llm.generate({"prompt_token_ids": strange}, GREEDY, use_tqdm=False)
+    for strange in (["a"], [1.9], [True], [None]):
+        with pytest.raises(RequestError, match="where a token id is due"):
+            llm.generate({"prompt_token_ids": strange}, GREEDY, use_tqdm=False)
+    for strange in (5, [5], "greedy"):
+        with pytest.raises(ConfigError, match=r"^sampling_params are one SamplingParams or a list"):
+            llm.generate(["the cat"], strange, use_tqdm=False)
     with pytest.raises(ConfigError, match="2 sampling_params for 1 prompts"):
         llm.generate("the cat", [GREEDY, GREEDY], use_tqdm=False)
 
@@ -213,6 +229,94 @@ def test_chat_renders_the_template_without_adding_special_tokens_twice(llm: LLM)
     assert output.prompt == "<eos>user:the cat<eos>assistant:"
     assert output.prompt_token_ids.count(llm.tokenizer.eos_token_id) == 2
     assert [o.outputs[0].token_ids for o in two] == [output.outputs[0].token_ids] * 2
+
+
+def test_what_a_chat_template_refuses_is_one_line_with_its_words(llm: LLM) -> None:
+    strange: Any
+    cases: list[tuple[str, Any, str]] = [
+        ("{{ raise_exception('roles must alternate') }}", [{"role": "user", "content": "x"}], "roles must alternate"),
+        ("{{ messages[0].content + 'x' }}", [{"role": "user", "content": 5}], "unsupported operand"),
+        ("{% for m in messages", [{"role": "user", "content": "x"}], "end of template"),
+    ]
+    try:
+        for template, messages, words in cases:
+            llm.tokenizer.chat_template = template
+            with pytest.raises(RequestError, match=f"^the chat template of .* refuses the messages: .*{words}"):
+                llm.chat(messages, GREEDY, use_tqdm=False)
+        for strange in ("hello", 5, None):
+            with pytest.raises(RequestError, match=r"^messages are a list of objects"):
+                llm.chat(strange, GREEDY, use_tqdm=False)
+    finally:
+        llm.tokenizer.chat_template = None
+
+
+def test_lengths_count_every_sequence_of_a_request(llm: LLM) -> None:
+    ids = {"prompt_token_ids": [5] * 7}
+    lengths = llm.lengths([ids, ids], [SamplingParams(n=3, max_tokens=4), SamplingParams(max_tokens=9)])
+    assert lengths == [(7, 4)] * 3 + [(7, 9)]
+
+
+def test_one_arena_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, seen = weakref.ref(llm.engine.executor), []
+
+    def build_beside(*args: Any) -> Runner:
+        seen.append(old())
+        return Runner(*args)
+
+    monkeypatch.setattr("isthmus.llm.Runner", build_beside)
+    with llm.static([(8, 8)]):
+        pass
+    assert seen == [None, None]
+
+
+def test_walls_that_are_impossible_leave_the_engine_as_it_was(llm: LLM) -> None:
+    engine = llm.engine
+    with pytest.raises(ConfigError, match="which do not fit its wall of 1 bytes"), llm.static({"full": 1, "window": 1}):
+        pass
+    assert llm.engine is engine
+
+
+def test_an_error_beside_a_running_stream_is_the_one_that_is_raised(llm: LLM) -> None:
+    def leave_a_stream(error: type[Exception] | None) -> None:
+        with llm.static([(8, 8)]):
+            stream = llm.stream("the cat", GREEDY)
+            streams.append(stream)
+            next(stream)
+            if error is not None:
+                raise error
+
+    streams: list[Iterator[RequestOutput]] = []
+    with pytest.raises(LookupError):
+        leave_a_stream(LookupError)
+    assert llm.engine.pool.walls is None
+    assert list(streams[0]) == []
+    with pytest.raises(ConfigError, match="1 requests were aborted"):
+        leave_a_stream(None)
+    assert llm.engine.pool.walls is None
+    assert len(llm.generate("the cat", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 20
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = llm.engine.executor
+    assert isinstance(runner, Runner)
+    sampler, calls = runner.sampler, 0
+
+    def broken(logits: torch.Tensor, samples: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            logits = logits.clone()
+            logits[0, 3] = torch.nan
+        return sampler(logits, samples)
+
+    monkeypatch.setattr(runner, "sampler", broken)
+    first, second = llm.generate(["the cat", "the mat"], GREEDY, use_tqdm=False)
+    assert first.outputs[0].finish_reason == "abort"
+    assert "use --dtype bfloat16 or float32" in str(first.outputs[0].stop_reason)
+    assert len(first.outputs[0].token_ids) < 20 == len(second.outputs[0].token_ids)
+    assert "NaN" in caplog.text
 
 
 def test_static_walls_for_a_workload_and_back(llm: LLM) -> None:
@@ -244,10 +348,21 @@ def test_the_certificate_says_what_fits(llm: LLM) -> None:
 def test_impossible_memory_is_one_line_with_numbers(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--pool-bytes 2,000 is smaller than one sequence.*needs [0-9,]+ bytes"):
         build(folder, pool_bytes=2000)
-    with pytest.raises(ConfigError, match=r"^one sequence of 256 tokens needs [0-9,]+ bytes.*does not fit the arena"):
+    with pytest.raises(ConfigError, match=r"^one sequence of 256 tokens needs [0-9,]+ bytes.*do not fit the arena"):
         build(folder, pool_bytes=20_000, max_model_len=256)
     with pytest.raises(ConfigError, match="more than the model's context of 256"):
         build(folder, max_model_len=257)
+    with pytest.raises(ConfigError, match=r"^--pool-bytes 1,073,741,824,000,000 is more than the [0-9,]+ bytes"):
+        build(folder, pool_bytes=1_000_000 << 30)
+    with pytest.raises(
+        ConfigError, match=r"^one sequence of 256 tokens needs 64 pages of 4 tokens, over --max-total-t"
+    ):
+        build(folder, max_total_tokens=20, max_model_len=256)
+    walls = {"full": 0.999, "window": 0.0001}
+    with pytest.raises(ConfigError, match=r"needs [0-9,]+ bytes of pages of group window, which do not fit its wall"):
+        build(folder, memory="static", static_split=walls)
+    with pytest.raises(ConfigError, match="raise --pool-bytes or lower --static-workload"):
+        build(folder, memory="static", pool_bytes=20_000, static_workload=(1 << 20, 5))
     with pytest.raises(ConfigError, match="--static-split must give a share to each of full, window"):
         build(folder, memory="static", static_split={"full": 1.0})
     with pytest.raises(ConfigError, match="unknown setting 'max_model_length'"):
@@ -261,6 +376,46 @@ def test_without_max_model_len_a_small_arena_shortens_the_context(folder: Path) 
     ids = [1] * (longest - 5)
     (output,) = llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
+
+
+def test_a_cap_on_tokens_is_what_the_certificate_and_the_refusals_speak_of(folder: Path) -> None:
+    llm = build(folder, max_total_tokens=42)
+    assert llm.engine.scheduler.max_model_len == 41  # ten pages of 4, and the last token is not cached
+    text = llm.certificate()
+    assert "1 sequences of 40 tokens fit together" in text
+    assert "40 tokens fit in sequences of up to 41 under --max-total-tokens 42" in text
+    (output,) = llm.generate({"prompt_token_ids": [1] * 30}, GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 11
+    with pytest.raises(RequestError, match="max_model_len is 41"):
+        llm.generate({"prompt_token_ids": [1] * 41}, GREEDY, use_tqdm=False)
+
+
+def test_settings_that_do_nothing_say_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(folder)
+    assert caplog.messages == []
+    build(folder, gpu_memory_utilization=0.9, static_workload=(8, 8))
+    assert [m.split()[0] for m in caplog.messages] == ["--gpu-memory-utilization", "--static-workload"]
+    caplog.clear()
+    build(folder, memory="static", static_workload=(8, 8), static_split={"full": 0.5, "window": 0.5})
+    assert [m.split(":")[0] for m in caplog.messages] == [
+        "--static-workload is ignored with --static-split, which says what it would find"
+    ]
+    caplog.clear()
+    build(folder, memory="static", static_workload=(8, 8))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("arena", [1 << 20, 99_991, 1000])
+def test_shares_that_are_one_but_for_a_rounding_error_fit(arena: int) -> None:
+    members = [Group("full", opaque_spec(64, 4), "append"), Group("window", opaque_spec(160, 4), "window", 9)]
+    for shares in (
+        {"full": 0.5, "window": 0.5 + 1e-9},
+        {"full": 1 / 3, "window": 2 / 3},
+        {"full": 1e-9, "window": 1.0},
+    ):
+        walls = capacity.split_walls(members, arena, shares)
+        Pool(arena, members, walls=walls)
+        assert walls["full"] == pytest.approx(shares["full"] * (arena - 160), abs=2)
 
 
 def test_best_walls_share_the_arena_by_what_sequences_hold() -> None:

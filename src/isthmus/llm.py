@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
+import logging
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 
-from isthmus.engine import capacity
+from isthmus.engine import capacity, sizing
 from isthmus.engine.config import EngineConfig
 from isthmus.engine.core import Engine
 from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
@@ -41,7 +41,7 @@ Prompt: TypeAlias = str | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}` and whatever else the model's chat template reads."""
 
-DEFAULT_POOL_BYTES = 4 << 30
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -59,6 +59,7 @@ class LLM:
         self.config = EngineConfig.build(model=model, **engine_args)
         if self.config.device != "cpu":
             raise ConfigError(f"--device {self.config.device} is not supported yet: use cpu")
+        _warn_of_idle(engine_args, self.config)
         load_format = self.config.model.load_format
         source = resolve(self.config.model.model, load_format=load_format)
         self.name = source.name
@@ -70,7 +71,9 @@ class LLM:
         self.end_token_ids = source.end_token_ids()  # ids after which a text is complete
         self._names = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
-        self.engine = self._build_engine(self._arena_bytes(), self._walls)
+        arena_bytes = sizing.arena_bytes(self.config.memory, self.layout.groups)
+        walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes)
+        self.engine = self._build_engine(*self._pool(arena_bytes, walls))
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -133,6 +136,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The model's next message in one conversation or in many. RequestError if it has no chat template."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages are a list of objects with role and content, not {messages!r:.60}")
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **(chat_template_kwargs or {})) for conversation in many]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -146,9 +151,13 @@ class LLM:
             raise RequestError(
                 f"{self.name} has no chat template: use generate with plain text, or a chat model such as demo-chat"
             )
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except (TemplateError, TypeError) as error:  # also what a template makes of a value it does not expect
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RequestError(f"the chat template of {self.name} refuses the messages: {line:.300}") from error
         return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False).input_ids}
 
     def lengths(
@@ -156,11 +165,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[tuple[int, int]]:
-        """`(prompt, output)` tokens of each request, if every one runs to its limit: a workload for `static`."""
+        """`(prompt, output)` tokens of each sequence, if every one runs to its limit: a workload for `static`.
+
+        A request has `n` of them.
+        """
         longest = self.engine.scheduler.max_model_len
         return [
             (len(ids), max(1, min(params.max_tokens or longest, longest - len(ids))))
             for _, ids, params in self._batch(prompts, sampling_params)
+            for _ in range(params.n)
         ]
 
     # -- memory ---------------------------------------------------------------------------------------------
@@ -176,22 +189,31 @@ class LLM:
         Args:
             split: bytes per group, or the `(prompt, output)` lengths of a workload that gets its `best_walls`.
 
-        ConfigError if requests are still being served: their pages would be lost.
+        ConfigError if requests are still being served, before or at the end: their pages are lost, so the latter
+        are aborted.
         """
-        pool = self.engine.pool
+        if self.engine.has_work:
+            raise ConfigError("the memory cannot be changed while requests are served: finish or abort them first")
+        arena_bytes, before = self.engine.pool.arena_bytes, self.engine.pool.walls
         if isinstance(split, Mapping):
             walls: Mapping[str, int] = split
         else:
-            walls = capacity.best_walls(self.layout.groups, pool.arena_bytes, split)
-        self._rebuild(pool.arena_bytes, lambda arena: walls)
+            walls = capacity.best_walls(self.layout.groups, arena_bytes, split)
+        self._rebuild(*self._pool(arena_bytes, walls))
         try:
             yield self
         finally:
-            self._rebuild(pool.arena_bytes, lambda arena: pool.walls)
+            lost = list(self.engine.scheduler.requests)
+            for request_id in lost:
+                self.engine.abort(request_id)
+            self._rebuild(*self._pool(arena_bytes, before))
+        if lost:
+            raise ConfigError(f"{len(lost)} requests were aborted when their memory went: finish them inside the block")
 
     def certificate(self) -> str:
         """What the arena holds: groups, page bytes, ids, tables, and how many sequences fit together."""
         pool, longest = self.engine.pool, self.engine.scheduler.max_model_len
+        most = self.config.memory.max_total_tokens
         kind = "unified" if pool.walls is None else "static"
         entries = sum(len(pool.table(name)) for name in pool.groups)
         lines = [
@@ -203,39 +225,24 @@ class LLM:
             lines.append("walls: " + ", ".join(f"{name} {size:,} bytes" for name, size in pool.walls.items()))
         lines.append(f"{pool.ids('tokens').capacity:,} virtual page ids, page tables of {4 * entries:,} bytes")
         for length in sorted({min(n, longest - 1) for n in (1024, 8192, longest - 1)}):
-            lines.append(f"{capacity.concurrent(pool, length):,} sequences of {length:,} tokens fit together")
-        total = capacity.total_tokens(pool, longest - 1)
-        lines.append(f"{total:,} tokens fit in sequences of up to {longest:,}")
+            lines.append(f"{capacity.concurrent(pool, length, most):,} sequences of {length:,} tokens fit together")
+        total = capacity.total_tokens(pool, longest - 1, most)
+        cap = "" if most is None else f" under --max-total-tokens {most:,}"
+        lines.append(f"{total:,} tokens fit in sequences of up to {longest:,}{cap}")
         return "\n".join(lines)
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _arena_bytes(self) -> int:
-        memory = self.config.memory
-        return memory.pool_bytes or min(DEFAULT_POOL_BYTES, available_memory() // 2)
+    def _pool(self, arena_bytes: int, walls: Mapping[str, int] | None) -> tuple[Pool, int]:
+        """The bookkeeping, and the longest sequence it is good for. ConfigError if that is none or too short."""
+        pool = Pool(arena_bytes, self.layout.groups, walls=walls)
+        return pool, sizing.max_model_len(self.config, self.layout.max_model_len, pool)
 
-    def _walls(self, arena_bytes: int) -> Mapping[str, int] | None:
-        memory = self.config.memory
-        if memory.memory == "unified":
-            return None
-        if memory.static_split is not None:
-            return capacity.split_walls(self.layout.groups, arena_bytes, memory.static_split)
-        return capacity.best_walls(self.layout.groups, arena_bytes, [memory.static_workload])
-
-    def _build_engine(self, arena_bytes: int, walls: Callable[[int], Mapping[str, int] | None]) -> Engine:
-        groups, config = self.layout.groups, self.config
-        null = max(group.spec.page_bytes for group in groups)
-        least = null + capacity.peak_bytes({group.name: group for group in groups}, 1)
-        if arena_bytes < least:
-            raise ConfigError(
-                f"--pool-bytes {arena_bytes:,} is smaller than one sequence, which needs {least:,} bytes "
-                f"for its first page of {config.memory.page_size} tokens: raise it or lower --page-size"
-            )
-        pool = Pool(arena_bytes, groups, walls=walls(arena_bytes))
-        max_model_len = self._max_model_len(pool)
+    def _build_engine(self, pool: Pool, max_model_len: int) -> Engine:
+        config = self.config
         sampler = Sampler(self.end_token_ids, self.layout.vocab_size)
         rows = config.scheduler.max_num_seqs
-        runner = Runner(self._model, self.layout, arena_bytes, pool.ids("tokens").capacity, rows, sampler)
+        runner = Runner(self._model, self.layout, pool.arena_bytes, pool.ids("tokens").capacity, rows, sampler)
         return Engine(
             pool,
             runner,
@@ -247,26 +254,9 @@ class LLM:
             max_cached_tokens=config.memory.max_total_tokens,
         )
 
-    def _max_model_len(self, pool: Pool) -> int:
-        """What was asked for, if it is possible; else the model's context or what the arena can hold."""
-        asked, context = self.config.model.max_model_len, self.layout.max_model_len
-        if asked is not None and asked > context:
-            raise ConfigError(f"--max-model-len {asked:,} is more than the model's context of {context:,} tokens")
-        wanted = asked or context
-        # The last token of a sequence is given out, not cached.
-        held = capacity.longest(pool, wanted - 1) + 1
-        if held == wanted or (asked is None and held > 1):
-            return held
-        need = capacity.peak_bytes(pool.groups, max(1, (asked or 2) - 1))
-        raise ConfigError(
-            f"one sequence of {asked or 2:,} tokens needs {need:,} bytes of pages and does not fit the arena of "
-            f"{pool.arena_bytes:,}, which holds one of {held:,}: raise --pool-bytes or lower --max-model-len"
-        )
-
-    def _rebuild(self, arena_bytes: int, walls: Callable[[int], Mapping[str, int] | None]) -> None:
-        if self.engine.has_work:
-            raise ConfigError("the memory cannot be changed while requests are served: finish or abort them first")
-        self.engine = self._build_engine(arena_bytes, walls)
+    def _rebuild(self, pool: Pool, max_model_len: int) -> None:
+        del self.engine  # its arena goes first: two might not fit beside each other
+        self.engine = self._build_engine(pool, max_model_len)
 
     def _batch(
         self,
@@ -274,11 +264,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[str | None, list[int], SamplingParams]]:
         """`(text, token ids, params)` of each request."""
+        if not isinstance(prompts, Sequence | Mapping):
+            raise RequestError(f"prompts are one prompt or a list of them, not {prompts!r:.60}")
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(many)
-        else:
+        elif isinstance(sampling_params, Sequence) and all(isinstance(p, SamplingParams) for p in sampling_params):
             params = list(sampling_params)
+        else:
+            raise ConfigError(f"sampling_params are one SamplingParams or a list of them, not {sampling_params!r:.60}")
         if len(params) != len(many):
             raise ConfigError(f"{len(params)} sampling_params for {len(many)} prompts: give one, or one for each")
         return [(*self._tokenise(prompt), p) for prompt, p in zip(many, params, strict=True)]
@@ -287,7 +281,12 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.tokenizer(prompt).input_ids
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
+            if not isinstance(ids, Sequence) or isinstance(ids, str) or not isinstance(text, str | None):
+                raise RequestError(
+                    f"prompt_token_ids are a list of token ids, beside a text or nothing, not {prompt!r:.60}"
+                )
+            return text, list(ids)
         if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
             return self._tokenise(prompt["prompt"])
         raise RequestError(f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, not {prompt!r:.60}')
@@ -318,18 +317,15 @@ class LLM:
                 self._inboxes[output.request_id].append(output)
 
 
-def available_memory() -> int:
-    """Bytes of main memory that can be taken without pushing others out, cgroup limit included."""
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
-    return free
+def _warn_of_idle(given: Collection[str], config: EngineConfig) -> None:
+    """A line for each setting that somebody made and that does nothing here."""
+    memory = config.memory
+    if "gpu_memory_utilization" in given and config.device == "cpu":
+        _log.warning("--gpu-memory-utilization is ignored on a cpu: --pool-bytes sizes the arena")
+    if "static_workload" in given and memory.memory == "unified":
+        _log.warning("--static-workload is ignored with --memory unified")
+    elif "static_workload" in given and memory.static_split is not None:
+        _log.warning("--static-workload is ignored with --static-split, which says what it would find")
 
 
 def _dtype(asked: str, stored: Any) -> torch.dtype:
@@ -376,7 +372,9 @@ class _Progress:
     """The progress bar: requests done, output tokens per second."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="requests", unit="req", disable=None if enabled else True, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total, desc="requests", unit="req", disable=None if enabled else True, dynamic_ncols=True
+        )
         self._start = time.perf_counter()
         self._tokens = 0
         self._shown = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isthmus.errors import ConfigError, IsthmusError
@@ -17,7 +17,7 @@ class RequestError(IsthmusError, ValueError):
 class SamplingParams:
     """How the tokens of one request are chosen and where it ends.
 
-    Raises ConfigError naming the parameter when a value is out of range.
+    Raises ConfigError naming the parameter when a value has the wrong type or is out of range.
     """
 
     n: int = 1
@@ -42,6 +42,7 @@ class SamplingParams:
     grammar: str | None = None  # for llguidance: the output follows it, and ends where it does
 
     def __post_init__(self) -> None:
+        self._require_types()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -67,5 +68,35 @@ class SamplingParams:
             ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "0 or more"),
         )
         for name, ok, want in checks:
-            if not ok:
-                raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r}")
+            self._require(name, ok, want)
+
+    def _require_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            self._require(name, _is_int(getattr(self, name)), "a whole number")
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._require(name, value is None or _is_int(value), "a whole number or None")
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            self._require(name, _is_number(getattr(self, name)), "a number")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        bias, ids = self.logit_bias or {}, self.stop_token_ids or ()
+        pairs = isinstance(bias, Mapping) and all(_is_int(token) and _is_number(bias[token]) for token in bias)
+        self._require("logit_bias", pairs, "finite numbers by token id")
+        items = isinstance(ids, Collection) and not isinstance(ids, str) and all(map(_is_int, ids))
+        self._require("stop_token_ids", items, "a list of token ids")
+        texts = isinstance(self.stop or (), Collection) and not isinstance(self.stop, bytes)
+        self._require("stop", texts, "a string or a list of non-empty strings")
+        self._require("grammar", self.grammar is None or isinstance(self.grammar, str), "a text or None")
+
+    def _require(self, name: str, ok: bool, want: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r:.80}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63)

@@ -60,6 +60,7 @@ class ScriptedExecutor:
         self._mirrors = {name: _Mirror(group, pool) for name, group in pool.groups.items()}
         self._blocks = np.zeros((num_rows, 4096), np.int32)
         self._cached: dict[int, list[int]] = {}  # by row: tokens that went through since its sequence began
+        self.restored: Callable[[int], list[int] | None] | None = None  # tokens that a row's hit stands for, when new
         self.steps: list[Step] = []
 
     def run(self, step: Step) -> list[Sampled]:
@@ -75,8 +76,9 @@ class ScriptedExecutor:
 
     def _extend(self, row: int, past: int, tokens: list[int], state: int) -> None:
         assert tokens, "a scheduled sequence has at least one token"
-        if past == 0:
-            self._cached[row] = []
+        hit = self.restored(row) if self.restored is not None else None
+        if hit is not None or past == 0:
+            self._cached[row] = hit or []
         cached = self._cached[row]
         assert len(cached) == past, f"row {row} has {len(cached)} tokens cached, the step says {past}"
         for mirror in self._mirrors.values():

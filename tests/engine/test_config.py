@@ -20,6 +20,12 @@ def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "1073741824g"])
+def test_a_size_beyond_any_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is larger than any memory"):
+        parse_size(text)
+
+
 @pytest.mark.parametrize("text", ["", "4t", "g", "-1g", "1.3", "four", "4 g g"])
 def test_what_is_no_size_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -48,6 +54,7 @@ def test_splits() -> None:
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "--max-num-batched-tokens"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"max_total_tokens": 0}, "--max-total-tokens"),
+        ({"max_total_tokens": 15, "page_size": 16}, "--max-total-tokens"),
         ({"static_split": {"full": 0.5}}, "--static-split"),
         ({"memory": "static", "static_split": {"full": 0.8, "window": 0.3}}, "--static-split"),
         ({"memory": "static", "static_workload": (0, 5)}, "--static-workload"),
@@ -82,6 +89,22 @@ def test_every_field_has_a_flag_of_its_own_and_help() -> None:
     ],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_named(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises(ConfigError, match=f"^{name} must be "):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": "2"}, {"n": True}, {"n": None}, {"seed": "x"}, {"seed": 1.0}, {"max_tokens": 1.5}, {"top_k": 2.0},
+        {"temperature": "hot"}, {"temperature": True}, {"temperature": 10**400}, {"top_p": None}, {"stop": 5},
+        {"stop": b"x"}, {"stop": [1]}, {"stop_token_ids": "ab"}, {"stop_token_ids": [1.0]}, {"stop_token_ids": 7},
+        {"logit_bias": [1]}, {"logit_bias": {"1": 1.0}}, {"logit_bias": {1: "a"}}, {"ignore_eos": 1},
+        {"logprobs": True}, {"prompt_logprobs": 1.0}, {"min_tokens": None}, {"grammar": 3},
+    ],
+)  # fmt: skip
+def test_sampling_parameters_of_the_wrong_type_are_named(values: dict[str, Any]) -> None:
     (name,) = values
     with pytest.raises(ConfigError, match=f"^{name} must be "):
         SamplingParams(**values)

@@ -161,6 +161,57 @@ def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued() 
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("strange", [1.0, True, "1", None])
+def test_what_is_no_token_id_is_refused_and_nothing_is_queued(strange: Any) -> None:
+    engine, prompt = engine_for(byte_level(), "abc")
+    with pytest.raises(RequestError, match=r"^the prompt has .* where a token id is due"):
+        engine.add_request("a", [*prompt, strange], SamplingParams())
+    assert not engine.has_work
+    engine.add_request("a", prompt, SamplingParams(max_tokens=2))
+    assert run(engine)[0]["a"].outputs[0].text == "ab"
+
+
+def test_a_request_whose_text_cannot_be_spelled_is_not_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = engine_for(byte_level(), "abc")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "decode", lambda *args, **more: 1 / 0)
+        patch.setattr("isthmus.engine.core.Detokenizer", lambda *args, **more: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.add_request("a", prompt, SamplingParams())
+    assert not engine.has_work
+    engine.add_request("a", prompt, SamplingParams(max_tokens=2))
+    assert run(engine)[0]["a"].outputs[0].text == "ab"
+
+
+class NoNumbers(Answers):
+    """Finds no token for the second sequence of a step, from the third step on."""
+
+    def run(self, step: Step) -> list[Sampled]:
+        results = super().run(step)
+        if len(self.steps) > 2 and len(results) > 1:
+            results[1] = Sampled(-1, problem="not a number")
+        return results
+
+
+def test_a_sequence_without_a_token_ends_with_the_reason_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, prompt = engine_for(byte_level(), "abcdef")
+    eos = token_id(byte_level(), "<eos>")
+    engine.executor = NoNumbers(engine.pool, len(prompt), [*byte_level().encode("abcdef").ids, eos])
+    for name in ("a", "b", "c"):
+        engine.add_request(name, prompt, SamplingParams(max_tokens=10, stop=["bz"], logprobs=0))
+    merged, _ = run(engine)
+    broken = merged["b"].outputs[0]
+    assert (broken.text, broken.finish_reason, broken.stop_reason) == ("ab", "abort", "not a number")
+    assert len(broken.token_ids) == len(broken.logprobs or []) == 2
+    assert merged["b"].finished
+    assert merged["a"].outputs[0].text == "abcdef"
+    assert [record.getMessage() for record in caplog.records][:1] == [
+        "request b ends without its next token: not a number"
+    ]
+
+
 def test_an_aborted_request_says_nothing_more_and_its_name_is_free_again() -> None:
     engine, prompt = engine_for(byte_level(), "abcdefgh")
     engine.add_request("a", prompt, SamplingParams(max_tokens=10))
@@ -184,6 +235,17 @@ def test_an_engine_whose_executor_failed_refuses_to_go_on() -> None:
         engine.step()
     with pytest.raises(IsthmusError, match="stopped after an error"):
         engine.add_request("b", prompt, SamplingParams())
+
+
+@pytest.mark.parametrize("what", ["_settle", "_score"])
+def test_an_error_after_the_executor_ends_the_engine_as_well(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = engine_for(byte_level(), "abc")
+    engine.add_request("a", prompt, SamplingParams())
+    monkeypatch.setattr(engine, what, lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    with pytest.raises(IsthmusError, match="stopped after an error"):
+        engine.step()
 
 
 class Broken:

@@ -95,7 +95,7 @@ def test_prompt_logprobs_are_those_of_the_whole_forward(folder: Path, llm: LLM, 
     text = "the cat sat on the mat. Der Bär läuft über die Brücke!"  # longer than a step takes
     params = SamplingParams(n=n, temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=1)
     other = SamplingParams(temperature=0, max_tokens=8)
-    output, _ = llm.generate([text, "beside it"], [params, other], use_tqdm=False)
+    _, output, _ = llm.generate(["x", text, "beside it"], [other, params, other], use_tqdm=False)
     ids, want = output.prompt_token_ids, reference(folder, output.prompt_token_ids)
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == len(ids)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.engine.sampler import Sampler, draw, first_maximum, uniform
+from isthmus.engine.draw import draw, first_maximum
+from isthmus.engine.sampler import Sampler, uniform
 from isthmus.engine.step import SampleRow
 from isthmus.params import SamplingParams
 
@@ -46,11 +47,30 @@ def test_greedy_is_the_first_maximum_in_every_dtype(dtype: torch.dtype, width: i
     assert sample(logits, *[row()] * 9) == np.argmax(logits.float().numpy(), axis=1).tolist()
 
 
-def test_nan_logits_raise() -> None:
-    logits = torch.zeros(2, 1000)
-    logits[1, 700] = math.nan
-    with pytest.raises(FloatingPointError, match="NaN"):
-        sample(logits, row(), row())
+SAMPLERS = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(top_k=4, top_p=0.5),
+    SamplingParams(top_p=0.9),
+    SamplingParams(min_p=0.1, presence_penalty=1),
+]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("params", SAMPLERS)
+def test_a_row_without_a_finite_maximum_has_a_problem_and_the_others_their_tokens(
+    bad: float, params: SamplingParams
+) -> None:
+    logits = torch.zeros(3, 1000)
+    logits[:, 5] = 300.0
+    logits[1, 700] = bad
+    rows = [row(dataclasses.replace(params, logprobs=1), output=[9])] * 3
+    first, broken, last = Sampler([EOS], 1000)(logits, rows)
+    assert [first.token_id, last.token_id] == [5, 5]
+    assert (first.problem, last.problem) == (None, None)
+    assert broken.problem is not None
+    assert "--dtype" in broken.problem
+    assert broken.logprob is None
 
 
 def test_padding_of_the_head_is_never_chosen_and_logits_stay_as_they_were() -> None:
@@ -117,6 +137,61 @@ def test_top_p_of_a_flat_row_keeps_its_share_of_thousands() -> None:
     assert len(set(tokens.tolist())) > 0.7 * len(keep)
 
 
+def exact(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """The distribution by the definitions, in float64 and with everything sorted."""
+    x = logits.double().numpy() / params.temperature
+    keep = np.ones(len(x), bool)
+    if params.min_p:
+        keep &= x >= x.max() + math.log(params.min_p)
+    if params.top_k:
+        keep &= x >= np.sort(x)[-min(params.top_k, len(x))]
+    weights = np.where(keep, np.exp(x - x.max()), 0.0)
+    order = np.argsort(-x, kind="stable")
+    order = order[keep[order]]
+    mass = np.cumsum(weights[order]) / weights.sum()
+    last = x[order[np.searchsorted(mass, params.top_p)]] if params.top_p < 1 else -math.inf
+    weights[x < last] = 0.0
+    share: np.ndarray = weights / weights.sum()
+    return share
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "top_k": 30},
+    {"top_k": 30, "top_p": 0.8},
+    {"top_k": 9000, "top_p": 0.8},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 1.5},
+    {"min_p": 0.2},
+    {"min_p": 1e-4, "top_p": 0.6},
+    {"min_p": 0.01, "top_k": 500, "top_p": 0.999},
+    {"top_k": 10**30},
+]
+
+
+@pytest.mark.parametrize("params", FILTERS)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "ties", "far below"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_the_inverse_of_the_exact_distribution(
+    params: dict[str, Any], shape: str, dtype: torch.dtype
+) -> None:
+    """In token order, over many blocks: whichever way the sampler finds what a row keeps."""
+    torch.manual_seed(3)
+    logits = torch.randn(20_011)
+    if shape == "peaked":
+        logits[torch.randint(20_011, (12,))] += torch.linspace(9, 14, 12)
+    elif shape == "ties":
+        logits = logits.round()
+    elif shape == "far below":
+        logits[777], logits[1234] = 40.0, 39.0
+    logits, chosen = logits.to(dtype), SamplingParams(**params)
+    want, n = exact(logits, chosen).cumsum(), 41
+    numbers = [(i + 0.5) / n for i in range(n)]
+    tokens = draw(logits.expand(n, -1), [chosen] * n, numbers).tolist()
+    for token, number in zip(tokens, numbers, strict=True):
+        assert want[token - 1] - 3e-5 <= number <= want[token] + 3e-5  # the cumulative distribution passes it there
+
+
 def test_the_ends_of_the_unit_interval_give_tokens_that_have_weight() -> None:
     logits = torch.full((2, 2000), -math.inf)
     logits[:, [600, 601, 1400]] = torch.tensor([0.0, 1.0, -2.0])
@@ -147,7 +222,7 @@ def test_logit_bias_and_min_tokens() -> None:
 
 def test_a_seeded_row_draws_the_same_alone_and_in_any_company() -> None:
     torch.manual_seed(1)
-    logits = torch.randn(6, 4000) * 3
+    logits = torch.randn(8, 4000) * 3
     kinds: list[dict[str, Any]] = [
         {},
         {"top_k": 40},
@@ -155,6 +230,8 @@ def test_a_seeded_row_draws_the_same_alone_and_in_any_company() -> None:
         {"min_p": 0.02},
         {"top_k": 7, "top_p": 0.5},
         {"top_p": 0.99},
+        {"top_k": 3000, "top_p": 0.8},
+        {"min_p": 1e-9},
     ]
     rows = [row(SamplingParams(seed=i, **kind), seed=i, position=11) for i, kind in enumerate(kinds)]
     alone = [sample(logits[i : i + 1], r)[0] for i, r in enumerate(rows)]

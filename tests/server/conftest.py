@@ -13,7 +13,18 @@ from tests.server.tiny_model import write_tiny_model
 PLAIN = ("--dtype", "float32", "--page-size", "4", "--pool-bytes", "4m", "--max-num-seqs", "8")
 TIGHT = (
     *("--dtype", "float32", "--page-size", "4", "--pool-bytes", "300k", "--max-num-seqs", "2"),
-    *("--max-num-batched-tokens", "8", "--max-queue", "4", "--max-request-bytes", "64k", "--request-timeout", "20"),
+    *(
+        "--max-num-batched-tokens",
+        "8",
+        "--max-queue",
+        "4",
+        "--max-request-bytes",
+        "64k",
+        "--request-timeout",
+        "20",
+        "--max-total-tokens",
+        "1500",
+    ),
     *("--served-model-name", "tight", "--allowed-origins", "http://friend.example"),
 )
 

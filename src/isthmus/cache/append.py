@@ -12,7 +12,7 @@ class Append(TokenKind):
     """Every column has a page until the sequence ends."""
 
     @classmethod
-    def of(cls, group: Group) -> Append:
+    def of(cls, group: Group, *, keep_boundary: bool = False) -> Append:
         return cls(group.spec.page_size)
 
     def dead(self, length: Columns) -> Columns:

@@ -17,7 +17,7 @@ class State(CacheKind):
         self.page_size = 1
 
     @classmethod
-    def of(cls, group: Group) -> State:
+    def of(cls, group: Group, *, keep_boundary: bool = False) -> State:
         return cls()
 
     def columns(self, length: Columns) -> Columns:

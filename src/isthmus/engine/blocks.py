@@ -44,6 +44,11 @@ class BlockTables:
         self._set(rows, columns, ids)
         np.maximum.at(self.columns, rows, columns + 1)
 
+    def replace(self, rows: Int64, columns: Int64, ids: NDArray[np.int32]) -> None:
+        """Other ids now name the same tokens."""
+        if len(rows):
+            self._set(rows, columns, ids)
+
     def clear(self, rows: Int64, columns: Int64) -> None:
         """No group has a page for these columns any more."""
         self._set(rows, columns, np.zeros(len(rows), np.int32))

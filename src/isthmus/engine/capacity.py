@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from isthmus.cache import kind_of
 from isthmus.errors import ConfigError
 from isthmus.memory import Group, Pool
+from isthmus.memory.group import null_bytes
 
 
 def page_size(groups: Iterable[Group]) -> int:
@@ -24,39 +26,77 @@ def peaks(groups: Iterable[Group], length: int) -> list[dict[str, int]]:
     Several vectors, each of which must fit at its time: windows are widest just before a page ends, the full
     groups at the very end. Larger chunks need more for a moment, and the scheduler cuts them when it must.
     The last page's worth of steps holds every worst case: an earlier step has the same phase and no more pages.
+    Windows are priced with the boundary that a prefix cache keeps, at most a page more than without one.
     """
     members = list(groups)
     past = np.arange(max(0, length - page_size(members)), length, dtype=np.int64)
-    held = np.stack([kind_of(group).held(past, np.ones_like(past)) for group in members], axis=1)
+    held = np.stack([kind_of(g, keep_boundary=True).held(past, np.ones_like(past)) for g in members], axis=1)
     return [dict(zip((g.name for g in members), map(int, row), strict=True)) for row in np.unique(held, axis=0)]
 
 
-def fits(pool: Pool, length: int, count: int = 1) -> bool:
-    """Would so many sequences of `length` cached tokens fit the empty pool together?"""
-    return all(pool.fits({name: n * count for name, n in peak.items()}) for peak in peaks(pool.groups.values(), length))
+def fits(pool: Pool, length: int, count: int = 1, most: int | None = None) -> bool:
+    """Would so many sequences of `length` cached tokens fit the empty pool together, under a cap on cached tokens?"""
+    demands = [{name: n * count for name, n in peak.items()} for peak in peaks(pool.groups.values(), length)]
+    return all(_within(pool, demand, most) and pool.fits(demand) for demand in demands)
 
 
-def longest(pool: Pool, cap: int) -> int:
+def longest(pool: Pool, cap: int, most: int | None = None) -> int:
     """Most tokens, up to `cap`, that one sequence alone can have cached; 0 if not even one fits."""
-    return _largest(cap, lambda length: fits(pool, length))
+    return _largest(cap, lambda length: fits(pool, length, most=most))
 
 
-def concurrent(pool: Pool, length: int) -> int:
+def concurrent(pool: Pool, length: int, most: int | None = None) -> int:
     """How many sequences of `length` cached tokens fit the empty pool together."""
     smallest = min(group.spec.page_bytes for group in pool.groups.values())
-    return _largest(pool.arena_bytes // smallest, lambda count: fits(pool, length, count))
+    return _largest(pool.arena_bytes // smallest, lambda count: fits(pool, length, count, most))
 
 
-def total_tokens(pool: Pool, length: int) -> int:
+def total_tokens(pool: Pool, length: int, most: int | None = None) -> int:
     """Tokens cached when the empty pool is filled with sequences of `length` tokens and one shorter one."""
-    count = concurrent(pool, length)
+    count = concurrent(pool, length, most)
     whole = peaks(pool.groups.values(), length)
 
     def fits_beside(extra: int) -> bool:
         last = peaks(pool.groups.values(), extra)
-        return all(pool.fits({name: count * w[name] + x[name] for name in w}) for w in whole for x in last)
+        demands = [{name: count * w[name] + x[name] for name in w} for w in whole for x in last]
+        return all(_within(pool, demand, most) and pool.fits(demand) for demand in demands)
 
     return count * length + _largest(length - 1, fits_beside)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a sequence does not fit an empty pool: it needs `text`; `remedy` says what to do."""
+
+    text: str
+    remedy: str
+
+
+def obstacle(pool: Pool, length: int, most: int | None = None) -> Obstacle:
+    """What stands against one sequence of `length` cached tokens, which does not fit: the cap, a wall or the arena."""
+    demands = peaks(pool.groups.values(), length)
+    if not all(_within(pool, demand, most) for demand in demands):
+        size = page_size(pool.groups.values())
+        pages = max(demand[pool.covering["tokens"][0]] for demand in demands)
+        return Obstacle(
+            f"{pages:,} pages of {size} tokens, over --max-total-tokens {most:,}", "raise --max-total-tokens"
+        )
+    for name, wall in (pool.walls or {}).items():
+        region, pages = pool.regions[name], max(demand[name] for demand in demands)
+        if pages > region.last - region.first:
+            need = pages * pool.groups[name].spec.page_bytes
+            text = f"{need:,} bytes of pages of group {name}, which do not fit its wall of {wall:,} bytes"
+            return Obstacle(text, f"raise --pool-bytes or the share of {name} in --static-split")
+    need = peak_bytes(pool.groups, length)
+    text = f"{need:,} bytes of pages at once, which do not fit the arena of {pool.arena_bytes:,} bytes"
+    return Obstacle(text, "raise --pool-bytes")
+
+
+def _within(pool: Pool, demand: Mapping[str, int], most: int | None) -> bool:
+    """Do these pages hold at most so many tokens? Counted in ids of the token space, as the scheduler does."""
+    if most is None or "tokens" not in pool.covering:
+        return True
+    return demand[pool.covering["tokens"][0]] <= most // page_size(pool.groups.values())
 
 
 def peak_bytes(groups: Mapping[str, Group], length: int) -> int:
@@ -74,7 +114,7 @@ def best_walls(groups: Sequence[Group], arena_bytes: int, lengths: Sequence[tupl
 
     ConfigError if the arena does not hold the longest request at all.
     """
-    null = max(group.spec.page_bytes for group in groups)
+    null = null_bytes(groups)
     usable = arena_bytes - null
     most = max(prompt + output for prompt, output in lengths)
     worst = peaks(groups, most)
@@ -83,7 +123,7 @@ def best_walls(groups: Sequence[Group], arena_bytes: int, lengths: Sequence[tupl
     if sum(least.values()) > usable:
         raise ConfigError(
             f"an arena of {arena_bytes:,} bytes cannot be split so that a request of {most:,} tokens fits: "
-            f"it needs {sum(least.values()) + null:,} bytes: raise --pool-bytes"
+            f"it needs {sum(least.values()) + null:,} bytes: raise --pool-bytes or lower --static-workload"
         )
     mean = {group.name: _mean_bytes(group, lengths) for group in groups}
     walls: dict[str, int] = {}
@@ -104,8 +144,12 @@ def split_walls(groups: Sequence[Group], arena_bytes: int, shares: Mapping[str, 
     names = [group.name for group in groups]
     if set(shares) != set(names):
         raise ConfigError(f"--static-split must give a share to each of {', '.join(names)}, not {', '.join(shares)}")
-    usable = arena_bytes - max(group.spec.page_bytes for group in groups)
-    return {name: int(usable * shares[name]) for name in names}
+    usable = max(0, arena_bytes - null_bytes(groups))
+    whole = max(1.0, sum(shares.values()))  # shares that sum to 1 may be more by a rounding error
+    walls = {name: int(usable * (shares[name] / whole)) for name in names}
+    widest = max(walls, key=lambda name: walls[name])
+    walls[widest] -= max(0, sum(walls.values()) - usable)
+    return walls
 
 
 def _mean_bytes(group: Group, lengths: Sequence[tuple[int, int]]) -> float:

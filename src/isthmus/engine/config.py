@@ -15,6 +15,7 @@ from typing import Any
 from isthmus.errors import ConfigError
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+_MOST = 1 << 60
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -30,6 +31,8 @@ def parse_size(text: str | int) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is not a size: write a number, or one with k, m or g (1024-based) such as 4g")
     size = float(match[1]) * _UNITS[match[2]]
+    if size >= _MOST:
+        raise ConfigError(f"{text!r:.40} is larger than any memory: write a size below {_MOST >> 30}g")
     if size != int(size):
         raise ConfigError(f"{text!r} is not a whole number")
     return int(size)
@@ -168,6 +171,8 @@ class MemoryConfig(Checked):
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         self._require("max_total_tokens", self.max_total_tokens is None or self.max_total_tokens >= 1, "at least 1")
         self._require("page_size", self.page_size >= 1, "at least 1")
+        enough = self.max_total_tokens is None or self.max_total_tokens >= self.page_size
+        self._require("max_total_tokens", enough, f"at least a page, --page-size {self.page_size}")
         workload = self.static_workload
         ok = len(workload) == 2 and all(n >= 1 for n in workload)
         self._require("static_workload", ok, "two lengths such as 1024,256")

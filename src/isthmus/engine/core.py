@@ -6,6 +6,7 @@ else of any of them. One thread calls it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from isthmus.engine.step import Executor, Sampled, ScoreSpan, Step
 from isthmus.errors import IsthmusError
 from isthmus.memory import Pool
 from isthmus.params import RequestError, SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -85,30 +88,32 @@ class Engine:
         followers = [] if params.grammar is None else [self._grammars.follow(params.grammar) for _ in range(params.n)]
         request = Request(request_id, list(prompt_token_ids), params)
         self.scheduler.add(request)
+        try:
+            writers = {sequence: _Writer(self.decoder, sequence) for sequence in request.sequences}
+        except BaseException:
+            self.scheduler.abort(request_id)
+            raise
+        self._writers |= writers
         self._prompts[request_id] = prompt
         if params.prompt_logprobs is not None:
             self._scores[request_id] = [None] * len(prompt_token_ids)
         for sequence in request.sequences:
-            self._writers[sequence] = _Writer(self.decoder, sequence)
             if followers:
                 sequence.mask = self._followers[sequence] = followers[sequence.index]
 
     def step(self) -> list[RequestOutput]:
         """Run one step. What it added, one output per request that gained a token.
 
-        Whatever the executor raises is raised here, and the engine is dead from then on: pages on the device may be
-        anywhere.
+        Whatever goes wrong in it is raised here, and the engine is dead from then on: pages on the device may be
+        anywhere, and what was scheduled may be settled in part.
         """
         self._require_alive()
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
-        for sample in step.samples:
-            if sample.mask is not None:
-                sample.mask.prepare()
-        results = self._run(step)
-        self._score(step.scores, results[len(step.samples) :])
-        return self._settle(step, results[: len(step.samples)])
+        try:
+            step = self.scheduler.schedule()
+            return [] if step is None else self._take(step)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request; its pages are free when this returns. False if there is no such request (any more)."""
@@ -123,12 +128,13 @@ class Engine:
         self._scores.pop(request_id, None)
         return True
 
-    def _run(self, step: Step) -> list[Sampled]:
-        try:
-            return self.executor.run(step)
-        except BaseException as error:
-            self.failure = error
-            raise
+    def _take(self, step: Step) -> list[RequestOutput]:
+        for sample in step.samples:
+            if sample.mask is not None:
+                sample.mask.prepare()
+        results = self.executor.run(step)
+        self._score(step.scores, results[len(step.samples) :])
+        return self._settle(step, results[: len(step.samples)])
 
     def _settle(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -158,6 +164,8 @@ class Engine:
     def _write(self, event: Event) -> CompletionOutput:
         """Spell a token, and end the sequence if that completes a stop string or its grammar."""
         sequence = event.sequence
+        if event.sampled.problem is not None:
+            return self._give_up(sequence, event.sampled.problem)
         # The token that ends a sequence is no part of its text, unless asked for.
         hidden = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
         self._follow(sequence, event.sampled.token_id)
@@ -172,6 +180,13 @@ class Engine:
             del self._writers[sequence]
             self._followers.pop(sequence, None)
         return output
+
+    def _give_up(self, sequence: Seq, problem: str) -> CompletionOutput:
+        """The end of a sequence that got no token: what text was held back, and why."""
+        _log.error("request %s ends without its next token: %s", sequence.request.request_id, problem)
+        text = self._writers.pop(sequence).rest()
+        self._followers.pop(sequence, None)
+        return CompletionOutput(sequence.index, text, finish_reason=sequence.finish_reason, stop_reason=problem)
 
     def _follow(self, sequence: Seq, token_id: int) -> None:
         """Go on in the sequence's grammar, if it has one and goes on itself; end it where the grammar ends."""
@@ -189,6 +204,9 @@ class Engine:
             raise IsthmusError(f"the engine stopped after an error in a step ({self.failure!r}): build a new one")
 
     def _require_ids(self, what: str, token_ids: Collection[int]) -> None:
+        strange = [token for token in token_ids if type(token) is not int]  # floats would pass the comparison
+        if strange:
+            raise RequestError(f"{what} has {strange[0]!r:.40} where a token id is due: give whole numbers (int)")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             bad = next(token for token in token_ids if not 0 <= token < self._vocab_size)
             raise RequestError(f"{what} has token id {bad}, outside the vocabulary (0 to {self._vocab_size - 1:,})")
@@ -228,6 +246,10 @@ class _Writer:
             output.cumulative_logprob = self._total
             output.logprobs = [_token_logprobs(self._decoder, sampled)]
         return output, stop
+
+    def rest(self) -> str:
+        """The text that was held back, when no token will follow."""
+        return self._text.finish()[0]
 
 
 def _token_logprobs(decoder: TextDecoder, sampled: Sampled) -> dict[int, TokenLogprob]:

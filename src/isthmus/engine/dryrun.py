@@ -10,13 +10,14 @@ from isthmus.engine.sequence import Request
 from isthmus.engine.step import Sampled
 from isthmus.errors import ConfigError
 from isthmus.memory import Group, Pool
+from isthmus.memory.group import null_bytes
 from isthmus.params import RequestError, SamplingParams
 
 Walls = Mapping[str, int]
 
 
 def dry_steps(pool: Pool, config: SchedulerConfig, lengths: Sequence[tuple[int, int]]) -> int:
-    """Steps until requests of `(prompt, output)` tokens, all there from the start, are complete.
+    """Steps until sequences of `(prompt, output)` tokens, all there from the start, are complete.
 
     RequestError if one of them cannot fit the pool at all.
     """
@@ -51,7 +52,7 @@ def fastest_walls(
 
 def divisions(groups: Sequence[Group], arena_bytes: int, parts: int) -> Iterator[dict[str, int]]:
     """Every way to deal `parts` equal parts of the arena to the groups, at least one each."""
-    usable = arena_bytes - max(group.spec.page_bytes for group in groups)
+    usable = arena_bytes - null_bytes(groups)
 
     def deal(names: Sequence[str], left: int) -> Iterator[dict[str, int]]:
         if len(names) == 1:

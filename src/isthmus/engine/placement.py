@@ -1,17 +1,20 @@
 """Where the running sequences' pages are: rows, block tables and states, and what each step binds and gives back.
 
 row r:  columns [0, blocks.columns[r]) have ids where some group has a page
-        columns [0, passed[g][r]) of window group g have no page any more
+        columns [0, passed[g][r]) of window group g are not this row's to read or give back any more
+        columns [0, known[r]) are the prefix cache's, if there is one, and locked for this row; the rest are its own
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.cache import CacheKind, kind_of
+from isthmus.cache.names import Names
+from isthmus.cache.prefix import Match, PrefixCache
 from isthmus.engine.blocks import BlockTables, ragged
 from isthmus.memory import Plan, Pool
 
@@ -22,29 +25,45 @@ Int64 = NDArray[np.int64]
 class Placement:
     """The one place where a scheduler's lengths become pages of the pool. Arrays have one entry per sequence."""
 
-    def __init__(self, pool: Pool, num_rows: int) -> None:
+    def __init__(self, pool: Pool, num_rows: int, cache: PrefixCache | None = None) -> None:
         self.blocks = BlockTables(num_rows)
+        self.cache = cache
         self._pool = pool
-        self._kinds: dict[str, CacheKind] = {name: kind_of(group) for name, group in pool.groups.items()}
+        self._kinds: dict[str, CacheKind] = {
+            name: kind_of(group, keep_boundary=cache is not None) for name, group in pool.groups.items()
+        }
         self._tokens = [name for name, kind in self._kinds.items() if kind.space == "tokens"]
         self._cover = pool.covering["tokens"][0] if self._tokens else ""  # binds every live id
         windows = [name for name in self._tokens if pool.groups[name].kind == "window"]
         # A window that covers the ids comes last: its ids die, where others only unbind.
         windows.sort(key=lambda name: name == self._cover)
         self._passed = {name: np.zeros(num_rows, np.int64) for name in windows}
+        self._known = np.zeros(num_rows, np.int64)
         self._states = np.zeros(num_rows, np.int32)  # id of each row's state page, 0 before the first step
+        self._taken = {name: np.zeros(num_rows, np.int64) for name in pool.groups}  # fresh pages since the row started
+        self._restore: dict[int, int] = {}  # row -> locked snapshot that its state page is to be copied from
 
-    def demand(self, past: Int64, new: Int64) -> dict[str, int]:
-        """Pages per group that sequences of `past` cached tokens need to go on by `new` (0: not now).
+    @property
+    def idle(self) -> Mapping[str, int]:
+        """Pages per group that the prefix cache could give back."""
+        return {} if self.cache is None else {name: n for name, n in self.cache.idle.items() if n}
+
+    def demand(self, rows: Int64, past: Int64, new: Int64) -> dict[str, int]:
+        """Pages per group that these rows, with `past` cached tokens, need to go on by `new` (0: not now).
 
         The one price list: admission, chunking and allocation all ask it.
         """
         busy = new > 0
-        past, new = past[busy], new[busy]
-        return {name: int(np.subtract(*kind.extend(past, new)[::-1]).sum()) for name, kind in self._kinds.items()}
+        rows, past, new = rows[busy], past[busy], new[busy]
+        # What a hit restores is tokens; the state page it is copied to must still be had.
+        begun = np.where(self._states[rows] > 0, past, 0)
+        return {
+            name: int(np.subtract(*kind.extend(past if kind.space == "tokens" else begun, new)[::-1]).sum())
+            for name, kind in self._kinds.items()
+        }
 
     def commit(self, plan: Plan, rows: Int64, past: Int64, new: Int64) -> None:
-        """Carry out the plan for `demand(past, new)`: its ids become the rows' next columns and states."""
+        """Carry out the plan for `demand(rows, past, new)`: its ids become the rows' next columns and states."""
         binds: dict[str, Int32] = {}
         if self._tokens:
             kind = self._kinds[self._cover]
@@ -54,20 +73,25 @@ class Placement:
             ids[need[self._cover]] = plan.ids["tokens"]
             self.blocks.append(rows[which], columns, ids)
             binds = {name: ids[mask] for name, mask in need.items()}
+        for name, kind in self._kinds.items():
+            low, high = kind.extend(past if kind.space == "tokens" else np.where(self._states[rows] > 0, past, 0), new)
+            self._taken[name][rows] += high - low
         if "states" in plan.ids:
-            self._states[rows[past == 0]] = plan.ids["states"]
+            self._states[rows[self._states[rows] == 0]] = plan.ids["states"]
         self._pool.commit(plan, binds)
+        self._restore_states(rows)
 
     def unbind_passed(self, rows: Int64, past: Int64) -> None:
         """Give back the pages that no query at `past` or later can see, of all these rows at once."""
         for name, passed in self._passed.items():
-            dead = np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows])
+            # A restored row starts at its hit, which may lie above what a row that came here itself would keep.
+            dead = np.maximum(passed[rows], np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows]))
             if not (dead > passed[rows]).any():
                 continue
             which, columns = ragged(passed[rows], dead)
             passed[rows] = dead
             ids = self.blocks.ids(rows[which], columns)
-            ids = ids[ids > 0]
+            ids = self._unlock(name, ids[ids > 0])
             if name == self._cover:
                 self.blocks.clear(rows[which], columns)
                 self._pool.release("tokens", ids)
@@ -79,21 +103,99 @@ class Placement:
         """The id of each row's state page; empty if the model keeps no states."""
         return self._states[rows] if "states" in self._pool.covering else np.zeros(0, np.int32)
 
-    def take_row(self) -> int:
-        """A row for a sequence that starts to run. IndexError when all are taken."""
+    def take_row(self, match: Match | None = None) -> int:
+        """A row for a sequence that starts to run, from a hit if there is one. IndexError when all are taken."""
         row = self.blocks.take_row()
         for passed in self._passed.values():
             passed[row] = 0
+        for taken in self._taken.values():
+            taken[row] = 0
+        self._known[row] = 0
+        if match is not None and match.columns:
+            assert self.cache is not None
+            ids = self.cache.acquire(match)
+            columns = np.arange(match.columns)
+            if self._tokens:
+                self.blocks.append(np.full(match.columns, row), columns, ids)
+            for name, passed in self._passed.items():
+                passed[row] = match.starts[name]
+            self._known[row] = match.columns
+            if match.snapshot:
+                self._restore[row] = match.snapshot
         return row
+
+    def taken(self, row: int) -> dict[str, int]:
+        """Fresh pages per group that the row has had so far."""
+        return {name: int(taken[row]) for name, taken in self._taken.items()}
+
+    def restoring(self, row: int) -> bool:
+        """Does the row hold a snapshot that is not copied yet?"""
+        return row in self._restore
+
+    def share(self, rows: Int64, past: Int64, names: Sequence[Names]) -> None:
+        """Hand the prefix cache the full pages that these rows have computed; they use them from there on."""
+        assert self.cache is not None
+        full = past // self.cache.roles.page_size
+        known = self._known[rows].copy()
+        which, columns = ragged(known, full)
+        if not len(which):
+            return
+        own = self.blocks.ids(rows[which], columns) if self._tokens else np.zeros(len(which), np.int32)
+        runs = [(n, int(a), int(b)) for n, a, b in zip(names, known, full, strict=True)]
+        ids = self.cache.insert(runs, own)
+        changed = ids != own
+        self.blocks.replace(rows[which[changed]], columns[changed], ids[changed])
+        self._known[rows] = full
+
+    def keep(self, row: int, past: int, names: Names) -> None:
+        """Somebody may come back to where this row is; with a snapshot of its state, if there is room for one."""
+        if self.cache is None:
+            return
+        size = self.cache.roles.page_size
+        columns, snapshot = past // size, 0
+        if past % size == 0 and self._states[row] and self.cache.lacks_snapshot(names, columns):
+            plan = self._pool.plan(dict.fromkeys(self.cache.roles.states, 1))
+            if isinstance(plan, Plan):
+                snapshot = int(plan.ids["states"][0])
+                self._pool.commit(plan)
+                for name in self.cache.roles.states:
+                    self._pool.copy(name, [int(self._states[row])], [snapshot])
+        self.cache.keep(names, columns, snapshot)
 
     def vacate(self, rows: Sequence[int]) -> None:
         """Give back rows and all their pages of every kind, one release per id space."""
         if not rows:
             return
+        for row in rows:
+            if row in self._restore:
+                self._forget_snapshot(row)
+        taken = np.array(rows, np.int64)
+        for name, passed in self._passed.items():
+            if name != self._cover and self.cache is not None:
+                which, columns = ragged(passed[taken], self.blocks.columns[taken])
+                ids = self.blocks.ids(taken[which], columns)
+                self.cache.unlock(name, ids[ids > 0])
         ids = np.concatenate([self.blocks.give_row(row) for row in rows])
         if self._tokens:
-            self._pool.release("tokens", ids)
-        states = self._states[list(rows)]
+            self._pool.release("tokens", self._unlock(self._cover, ids))
+        states = self._states[taken]
         if states.any():
             self._pool.release("states", states[states > 0])
-            self._states[list(rows)] = 0
+            self._states[taken] = 0
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _unlock(self, name: str, ids: Int32) -> Int32:
+        """The rows need these no more in this group; those that are not the cache's."""
+        return ids if self.cache is None else ids[self.cache.unlock(name, ids)]
+
+    def _restore_states(self, rows: Int64) -> None:
+        for row in [row for row in rows.tolist() if row in self._restore]:
+            assert self.cache is not None
+            for name in self.cache.roles.states:
+                self._pool.copy(name, [self._restore[row]], [int(self._states[row])])
+            self._forget_snapshot(row)
+
+    def _forget_snapshot(self, row: int) -> None:
+        assert self.cache is not None
+        self.cache.unlock(self.cache.roles.states[0], np.array([self._restore.pop(row)]))

@@ -4,7 +4,8 @@
 
 It holds what a device holds (arena, page tables, block tables) and decides nothing: every id comes from the
 planner. This is the checked path: an id or page out of range, or the read of a token that has no page, raises
-IndexError naming group and id before anything is touched.
+IndexError naming group and id before the arena or a table is touched in its place; what came before it in the same
+step has been done by then.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class Runner:
         self.num_ids = num_ids
 
     def run(self, step: Step) -> list[Sampled]:
-        """Apply the delta, run the forward, sample; one entry per `step.samples`."""
+        """Apply the delta, run the forward, sample: one entry per `step.samples`, then one per target of `step.scores`.
+
+        IndexError for an id or a page that does not exist.
+        """
         with torch.inference_mode():
             self.apply(step.delta, step.block_writes)
             logits, hidden = self._forward(step)

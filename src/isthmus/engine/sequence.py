@@ -7,6 +7,8 @@ from enum import Enum
 from hashlib import blake2b
 from typing import Literal
 
+from isthmus.cache.names import Names
+from isthmus.engine.receipt import Receipt
 from isthmus.engine.step import TokenMask
 from isthmus.params import SamplingParams
 
@@ -41,12 +43,24 @@ class Sequence:
     row: int = -1  # of the block table, -1 while it does not run
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    names: Names | None = None  # of its full pages, for the prefix cache; made when it first starts
+    cuts: tuple[int, ...] = ()  # tokens at which a prefill chunk must end, so that somebody can come back there
+    resume: Status = Status.WAITING  # what it was before it started
+    cold: bool = False  # what is cached of it must not be used
+    queued: float | None = None  # on the scheduler's clock, since when it waits; None while it runs
+    waited_for: str | None = None  # what kept it when it stood at the front
     mask: TokenMask | None = None  # which tokens its grammar lets it go on with
 
     @property
     def length(self) -> int:
         """Tokens it has, prompt and output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def todo(self) -> int:
+        """Tokens to compute before the next place where a chunk must end."""
+        end = next((cut for cut in self.cuts if cut > self.past), self.length)
+        return end - self.past
 
     @property
     def most_cached(self) -> int:
@@ -68,7 +82,9 @@ class Request:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None  # requests share cached prefixes with those of the same salt alone
     sequences: list[Sequence] = field(default_factory=list)
+    receipt: Receipt = field(default_factory=Receipt)
 
     @property
     def is_finished(self) -> bool:

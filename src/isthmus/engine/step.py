@@ -105,10 +105,11 @@ class Logprob:
 class Sampled:
     """What came of one SampleRow, in the same order."""
 
-    token_id: int
+    token_id: int  # -1 with a problem
     logprob: float | None = None  # of the chosen token, when logprobs were asked for
     rank: int | None = None
     top: tuple[Logprob, ...] = ()  # the `params.logprobs` most likely, best first
+    problem: str | None = None  # why there is no token: the sequence cannot go on
 
 
 class Executor(Protocol):

@@ -110,17 +110,16 @@ class Call:
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         """What was added since the last time, until everything is finished. Raises ApiError when it failed."""
         while not self._closed:
-            await self._news.wait()
             self._news.clear()
-            pieces, self._pending = list(self._pending.values()), {}
-            if pieces and not self._closed:
-                yield pieces
             if self._pending:
-                continue
-            if self.error is not None:
+                pieces, self._pending = list(self._pending.values()), {}
+                yield pieces
+            elif self.error is not None:
                 raise self.error
-            if not self.unfinished:
+            elif not self.unfinished:
                 return
+            else:
+                await self._news.wait()
 
 
 def merge(first: Piece, more: Piece) -> None:

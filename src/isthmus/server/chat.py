@@ -106,8 +106,9 @@ async def stream(request: ChatRequest, call: Call, identity: Identity) -> AsyncI
     async for pieces in call:
         events = []
         for piece in pieces:
-            choice = choices.setdefault(piece.index, _Choice(request, piece.index))
-            events += [event(identity.envelope(kind, [entry]) | tail) for entry in choice.deltas(piece)]
+            if piece.index not in choices:
+                choices[piece.index] = _Choice(request, piece.index)
+            events += [event(identity.envelope(kind, [entry]) | tail) for entry in choices[piece.index].deltas(piece)]
         if events:
             yield b"".join(events)
     yield ending(kind, call, identity, request, usage(call))

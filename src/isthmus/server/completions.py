@@ -110,8 +110,9 @@ async def stream(request: CompletionRequest, call: Call, identity: Identity, spe
     async for pieces in call:
         events = []
         for piece in pieces:
-            choice = choices.setdefault(piece.index, _Choice(request, call, piece.index, speller))
-            entry = choice.advance(piece)
+            if piece.index not in choices:
+                choices[piece.index] = _Choice(request, call, piece.index, speller)
+            entry = choices[piece.index].advance(piece)
             if entry["text"] or entry["logprobs"] or entry["finish_reason"]:
                 events.append(event(identity.envelope(KIND, [entry]) | tail))
         if events:

@@ -48,6 +48,8 @@ def _turn(message: Message, index: int, *, native: bool) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
+    if message.reasoning_content is not None:
+        turn["thinking"] = message.reasoning_content  # as some templates call it
     calls = [_call(call, index) for call in message.tool_calls or []]
     if native:
         return turn | ({"tool_calls": calls} if calls else {})

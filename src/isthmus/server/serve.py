@@ -77,6 +77,9 @@ class Service:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                server_header=False,
+                backlog=2048,
+                timeout_keep_alive=75,  # longer than clients and proxies keep theirs, so that they close first
                 timeout_graceful_shutdown=int(self.config.drain_timeout) + 5,
             )
         )

@@ -125,11 +125,11 @@ class ToolParser:
             if not self._inside:
                 before, found, after = self._held.partition(_OPEN)
                 keep = 0 if found or last else _overlap(before, _OPEN)
-                content += before[: len(before) - keep]
+                if not self.count:  # between calls there is a newline that is no content
+                    content += before[: len(before) - keep]
                 self._held = after if found else before[len(before) - keep :]
                 if not found:
-                    # Between calls there is a newline that is no content.
-                    return ("" if self.count else content), calls
+                    return content, calls
                 self._inside, self._named = True, False
             if not self._named:
                 head = _HEAD.match(self._held)

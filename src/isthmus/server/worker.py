@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,21 +163,32 @@ def reset_prefix_cache(engine: Any) -> None:
         reset()
 
 
+def cached_pages(engine: Engine) -> Mapping[str, int]:
+    """Pages per group that only the prefix cache holds; the pool counts them as live."""
+    return {}
+
+
+def evicted_pages(engine: Engine) -> Mapping[str, int]:
+    """Pages per group that the prefix cache gave up, since the start."""
+    return {}
+
+
 def stats(engine: Engine) -> wire.Stats:
     """The engine now, in pages and bytes."""
     pool, scheduler = engine.pool, engine.scheduler
     usage, ids = pool.usage(), pool.ids("tokens")
+    cached, evicted = cached_pages(engine), evicted_pages(engine)
     groups = [
         wire.GroupStats(
             name=group.name,
             page_bytes=group.page_bytes,
-            live_pages=group.live_pages,
-            cached_pages=0,
+            live_pages=group.live_pages - cached.get(group.name, 0),
+            cached_pages=cached.get(group.name, 0),
             hole_pages=group.hole_pages,
             lo_byte=group.lo_byte,
             hi_byte=group.hi_byte,
             moved_pages=pool.moved_pages[group.name],
-            evicted_pages=0,
+            evicted_pages=evicted.get(group.name, 0),
             table_entries=len(pool.table(group.name)),
         )
         for group in usage.groups.values()

@@ -1,0 +1,131 @@
+"""lm-eval gives a model the same scores over HTTP as it gives Transformers directly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.server.running import Server
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.api.model import TemplateLM  # noqa: E402
+from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+QUESTIONS = [
+    {"question": f"{a} {b}", "choices": [" sat", " the mat", " ä", " cat."], "answer": i % 4}
+    for i, (a, b) in enumerate((a, b) for a in ("the cat", "a mat", "Der Bär", "x = ") for b in ("is", "on", "und"))
+]
+
+
+class Reference(TemplateLM):  # type: ignore[misc]
+    """Transformers, one request at a time, as the harness asks its own backends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self._tokenizer.eos_token_id)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        ids: list[int] = self._tokenizer(string, add_special_tokens=bool(add_special_tokens)).input_ids
+        return ids
+
+    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
+        results = []
+        for _, context, continuation in requests:
+            with torch.inference_mode():
+                logprobs = self._model(torch.tensor([context + continuation])).logits[0].log_softmax(-1)
+            rows = logprobs[len(context) - 1 : -1]
+            targets = torch.tensor(continuation)
+            value = rows.gather(1, targets[:, None]).sum().item()
+            results.append((value, bool((rows.argmax(-1) == targets).all())))
+        return results
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        raise NotImplementedError
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        answers = []
+        for request in requests:
+            context, options = request.args
+            ids = torch.tensor([self.tok_encode(context)])
+            out = self._model.generate(ids, max_new_tokens=options["max_gen_toks"], do_sample=False)
+            text = self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            for stop in options["until"]:
+                text = text.split(stop)[0]
+            answers.append(text)
+        return answers
+
+
+def tasks(folder: Path) -> list[dict[str, Any]]:
+    """A multiple-choice and a generation task from one local file."""
+    data = folder / "questions.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in QUESTIONS))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    choice = {
+        "task": "tiny_choice",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    made = {
+        "task": "tiny_made",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "temperature": 0.0, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    return [common | choice, common | made]
+
+
+def evaluate(model: Any, folder: Path) -> dict[str, Any]:
+    results = lm_eval.simple_evaluate(
+        model=model,
+        tasks=tasks(folder),
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+    found: dict[str, Any] = results
+    return found
+
+
+def test_the_scores_are_those_of_transformers(
+    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    api = LocalCompletionsAPI(
+        base_url=f"{server.url}/v1/completions", model="tiny", tokenizer=str(folder), tokenizer_backend="huggingface",
+        tokenized_requests=True, num_concurrent=4, batch_size=2, max_length=512,
+    )  # fmt: skip
+    ours, theirs = evaluate(api, tmp_path), evaluate(Reference(folder), tmp_path)
+    assert set(ours["results"]) == {"tiny_choice", "tiny_made"}
+    for task, scores in theirs["results"].items():
+        for name, value in scores.items():
+            if isinstance(value, float):
+                assert ours["results"][task][name] == pytest.approx(value), (task, name)
+    for mine, other in zip(ours["samples"]["tiny_choice"], theirs["samples"]["tiny_choice"], strict=True):
+        for (value, is_greedy), (want, want_greedy) in zip(
+            mine["filtered_resps"], other["filtered_resps"], strict=True
+        ):
+            assert float(value) == pytest.approx(float(want), abs=1e-3)
+            assert str(is_greedy) == str(want_greedy)
+    made = [[sample["filtered_resps"] for sample in x["samples"]["tiny_made"]] for x in (ours, theirs)]
+    assert made[0] == made[1]
