@@ -32,13 +32,19 @@ class Parser(argparse.ArgumentParser):
 def add_engine_flags(parser: argparse.ArgumentParser, *more: type) -> None:
     """Every setting of every layer, and of `more` config classes; what is left out is absent from the namespace."""
     for name, (setting, kind) in engine_settings(*more).items():
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "type": _converter(setting, kind)}
-        if setting.choices:
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+        if kind is bool:  # the flag's name says which of the two it sets
+            options["action"] = "store_false" if setting.flag.startswith("--no-") else "store_true"
+        elif setting.choices:
             options |= {"choices": setting.choices, "type": str}
-        if not setting.flag.startswith("-"):
-            parser.add_argument(name, nargs="?", help=setting.help, **{k: v for k, v in options.items() if k != "dest"})
         else:
-            parser.add_argument(setting.flag, help=setting.help, metavar=None if setting.choices else "X", **options)
+            options |= {"type": _converter(setting, kind), "metavar": "X"}
+        if not setting.flag.startswith("-"):
+            del options["dest"], options["metavar"]
+            parser.add_argument(name, nargs="?", help=setting.help, **options)
+            options["dest"] = name
+        else:
+            parser.add_argument(setting.flag, help=setting.help, **options)
         for alias in setting.aliases:
             parser.add_argument(alias, help=argparse.SUPPRESS, **options)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; the command line wins")

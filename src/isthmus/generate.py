@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(llm.certificate(), file=sys.stderr)
     if args.compare_static:  # what the process pays once must not count against the side that runs first
         llm.generate([job.prompt for job in jobs[:2]], replace(jobs[0].params, max_tokens=2), use_tqdm=False)
+        llm.engine.reset_prefix_cache()
     first = _complete(llm, jobs, _printer(jobs, as_json=args.json))
     if args.map:
         print(_map("unified" if llm.engine.pool.walls is None else "static", first), file=sys.stderr)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -36,12 +37,23 @@ from isthmus.model.source import build_model, resolve
 from isthmus.params import RequestError, SamplingParams
 
 Prompt: TypeAlias = str | Mapping[str, Any]
-"""Text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+"""Text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, the latter two with `"cache_salt"` if wanted: cached
+prefixes are shared with prompts of the same salt alone."""
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}` and whatever else the model's chat template reads."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One prompt, tokenised."""
+
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None = None
 
 
 class LLM:
@@ -100,7 +112,7 @@ class LLM:
         inbox: deque[RequestOutput] = deque()
         with self._submitted(batch, inbox) as names:
             index = {name: i for i, name in enumerate(names)}
-            results = [_empty(name, *request) for name, request in zip(names, batch, strict=True)]
+            results = [_empty(name, job) for name, job in zip(names, batch, strict=True)]
             unfinished = len(results)
             with _Progress(len(batch), enabled=use_tqdm) as progress:
                 while unfinished and self.engine.has_work:  # `on_output` may abort requests of its call
@@ -171,16 +183,16 @@ class LLM:
         """
         longest = self.engine.scheduler.max_model_len
         return [
-            (len(ids), max(1, min(params.max_tokens or longest, longest - len(ids))))
-            for _, ids, params in self._batch(prompts, sampling_params)
-            for _ in range(params.n)
+            (len(job.ids), max(1, min(job.params.max_tokens or longest, longest - len(job.ids))))
+            for job in self._batch(prompts, sampling_params)
+            for _ in range(job.params.n)
         ]
 
     # -- memory ---------------------------------------------------------------------------------------------
 
     def usage(self) -> ArenaUsage:
         """The arena in bytes, now."""
-        return self.engine.pool.usage()
+        return self.engine.pool.usage(self.engine.scheduler.placement.idle)
 
     @contextlib.contextmanager
     def static(self, split: Mapping[str, int] | Sequence[tuple[int, int]]) -> Iterator[LLM]:
@@ -203,12 +215,10 @@ class LLM:
         try:
             yield self
         finally:
-            lost = list(self.engine.scheduler.requests)
-            for request_id in lost:
-                self.engine.abort(request_id)
+            lost = len(self.engine.scheduler.requests)
             self._rebuild(*self._pool(arena_bytes, before))
         if lost:
-            raise ConfigError(f"{len(lost)} requests were aborted when their memory went: finish them inside the block")
+            raise ConfigError(f"{lost} requests were aborted when their memory went: finish them inside the block")
 
     def certificate(self) -> str:
         """What the arena holds: groups, page bytes, ids, tables, and how many sequences fit together."""
@@ -252,6 +262,7 @@ class LLM:
             vocab_size=self.layout.vocab_size,
             eos_token_ids=self.end_token_ids,
             max_cached_tokens=config.memory.max_total_tokens,
+            prefix_caching=config.memory.enable_prefix_caching,
         )
 
     def _rebuild(self, pool: Pool, max_model_len: int) -> None:
@@ -262,8 +273,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[str | None, list[int], SamplingParams]]:
-        """`(text, token ids, params)` of each request."""
+    ) -> list[_Job]:
+        """What to queue for each prompt."""
         if not isinstance(prompts, Sequence | Mapping):
             raise RequestError(f"prompts are one prompt or a list of them, not {prompts!r:.60}")
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -275,7 +286,7 @@ class LLM:
             raise ConfigError(f"sampling_params are one SamplingParams or a list of them, not {sampling_params!r:.60}")
         if len(params) != len(many):
             raise ConfigError(f"{len(params)} sampling_params for {len(many)} prompts: give one, or one for each")
-        return [(*self._tokenise(prompt), p) for prompt, p in zip(many, params, strict=True)]
+        return [_Job(*self._tokenise(prompt), p, _salt(prompt)) for prompt, p in zip(many, params, strict=True)]
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -292,15 +303,13 @@ class LLM:
         raise RequestError(f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, not {prompt!r:.60}')
 
     @contextlib.contextmanager
-    def _submitted(
-        self, batch: Sequence[tuple[str | None, list[int], SamplingParams]], inbox: deque[RequestOutput]
-    ) -> Iterator[list[str]]:
+    def _submitted(self, batch: Sequence[_Job], inbox: deque[RequestOutput]) -> Iterator[list[str]]:
         """All requests of a call, or none: queued on entry, whatever is left of them aborted on exit."""
         names = [str(next(self._names)) for _ in batch]
         try:
-            for i, (name, (text, ids, params)) in enumerate(zip(names, batch, strict=True)):
+            for i, (name, job) in enumerate(zip(names, batch, strict=True)):
                 try:
-                    self.engine.add_request(name, ids, params, prompt=text)
+                    self.engine.add_request(name, job.ids, job.params, prompt=job.text, cache_salt=job.cache_salt)
                 except RequestError as error:
                     raise RequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error)) from None
                 self._inboxes[name] = inbox
@@ -340,8 +349,15 @@ def _dtype(asked: str, stored: Any) -> torch.dtype:
     return found
 
 
-def _empty(name: str, text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
-    return RequestOutput(name, text, ids, [CompletionOutput(i) for i in range(params.n)])
+def _empty(name: str, job: _Job) -> RequestOutput:
+    return RequestOutput(name, job.text, job.ids, [CompletionOutput(i) for i in range(job.params.n)])
+
+
+def _salt(prompt: Prompt) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if not isinstance(salt, str | None):
+        raise RequestError(f"cache_salt is text, not {salt!r:.40}")
+    return salt
 
 
 @contextlib.contextmanager

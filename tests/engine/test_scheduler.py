@@ -262,7 +262,7 @@ def test_the_longest_that_fits_is_served_and_one_token_more_is_refused(shape: st
     assert scheduler.counters.preemptions == 0
     # Nor would more have fitted: unguarded, one token more ends in a pool that is full.
     scheduler.longest += 1
-    scheduler.add(Request("more", [1] * 20, SamplingParams(max_tokens=longest + 2 - 20)))
+    scheduler.add(Request("more", [1] * 20, SamplingParams(max_tokens=longest + 2 - 20), cache_salt="cold"))
     with pytest.raises(AssertionError, match="does not fit an empty pool"):
         drain(scheduler, executor)
 

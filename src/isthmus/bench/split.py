@@ -104,6 +104,7 @@ def _once(llm: LLM, batch: Batch) -> dict[str, Any]:
         running[scheduler.counters.steps] = max(running.get(scheduler.counters.steps, 0), len(scheduler.running))
 
     params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True) for _, output in batch]
+    llm.engine.reset_prefix_cache()  # or the second run would be spared its prefill
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": t} for t, _ in batch], params, use_tqdm=False, on_output=on_output)
     seconds = time.perf_counter() - start

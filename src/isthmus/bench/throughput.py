@@ -91,6 +91,7 @@ def _once(llm: LLM, prompts: list[list[int]], output_len: int, *, use_tqdm: bool
         if not waiting and prefilled is None:
             prefilled = time.perf_counter(), counters.generation_tokens - before
 
+    llm.engine.reset_prefix_cache()  # or the second run would be spared its prefill
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=use_tqdm, on_output=on_output)

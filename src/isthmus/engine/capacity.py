@@ -145,10 +145,9 @@ def split_walls(groups: Sequence[Group], arena_bytes: int, shares: Mapping[str, 
     if set(shares) != set(names):
         raise ConfigError(f"--static-split must give a share to each of {', '.join(names)}, not {', '.join(shares)}")
     usable = max(0, arena_bytes - null_bytes(groups))
-    whole = max(1.0, sum(shares.values()))  # shares that sum to 1 may be more by a rounding error
-    walls = {name: int(usable * (shares[name] / whole)) for name in names}
+    walls = {name: int(usable * shares[name]) for name in names}
     widest = max(walls, key=lambda name: walls[name])
-    walls[widest] -= max(0, sum(walls.values()) - usable)
+    walls[widest] -= max(0, sum(walls.values()) - usable)  # shares that sum to 1 may be more by a rounding error
     return walls
 
 

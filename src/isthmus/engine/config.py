@@ -151,6 +151,12 @@ class MemoryConfig(Checked):
     max_total_tokens: int | None = setting(
         "--max-total-tokens", "cap on the tokens that all sequences cache together", default=None, parse=parse_size
     )
+    enable_prefix_caching: bool = setting(
+        "--no-enable-prefix-caching",
+        "compute every prompt anew",
+        default=True,
+        aliases=("--disable-radix-cache",),
+    )
     page_size: int = setting("--page-size", "tokens per page", default=16)
     static_split: Mapping[str, float] | None = setting(
         "--static-split",

@@ -14,6 +14,7 @@ from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.detokenize import Detokenizer, TextDecoder
 from isthmus.engine.grammar import Follower, Grammars
 from isthmus.engine.output import CompletionOutput, PromptLogprobs, RequestOutput, TokenLogprob
+from isthmus.engine.receipt import Receipt
 from isthmus.engine.scheduler import Event, Scheduler
 from isthmus.engine.sequence import Request
 from isthmus.engine.sequence import Sequence as Seq
@@ -37,6 +38,7 @@ class Engine:
         vocab_size: token ids in prompts are below it.
         eos_token_ids: ids that end a sequence.
         max_cached_tokens: cap on what all sequences cache together; None: what the pool holds.
+        prefix_caching: do not compute again what earlier requests left in the pool.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
         max_cached_tokens: int | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         self.pool = pool
         self.executor = executor
@@ -60,6 +63,7 @@ class Engine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             max_cached_tokens=max_cached_tokens,
+            prefix_caching=prefix_caching,
         )
         self.failure: BaseException | None = None  # what broke the executor; nothing is served after it
         self._vocab_size = vocab_size
@@ -75,18 +79,25 @@ class Engine:
         return self.scheduler.has_work
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request. RequestError, and nothing changed, if it can never be served.
 
-        `prompt` is the text the ids came from; it is handed back in the outputs.
+        `prompt` is the text the ids came from; it is handed back in the outputs. Cached prefixes are shared with
+        requests of the same `cache_salt` alone.
         """
         self._require_alive()
         self._require_ids("the prompt", prompt_token_ids)
         self._require_ids("logit_bias", params.logit_bias)
         self._require_ids("stop_token_ids", params.stop_token_ids)
         followers = [] if params.grammar is None else [self._grammars.follow(params.grammar) for _ in range(params.n)]
-        request = Request(request_id, list(prompt_token_ids), params)
+        request = Request(request_id, list(prompt_token_ids), params, cache_salt)
         self.scheduler.add(request)
         try:
             writers = {sequence: _Writer(self.decoder, sequence) for sequence in request.sequences}
@@ -100,6 +111,10 @@ class Engine:
         for sequence in request.sequences:
             if followers:
                 sequence.mask = self._followers[sequence] = followers[sequence.index]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no sequence is using."""
+        self.scheduler.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
         """Run one step. What it added, one output per request that gained a token.
@@ -138,6 +153,7 @@ class Engine:
 
     def _settle(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
+        receipts: dict[str, Receipt] = {}
         for event in self.scheduler.settle(step, sampled):
             request = event.sequence.request
             output = self._write(event)
@@ -145,10 +161,12 @@ class Engine:
                 text = self._prompts[request.request_id]
                 outputs[request.request_id] = RequestOutput(request.request_id, text, request.prompt_token_ids, [])
                 outputs[request.request_id].prompt_logprobs = self._scores.pop(request.request_id, None)
+                outputs[request.request_id].num_cached_tokens = request.receipt.cached_tokens
+                receipts[request.request_id] = request.receipt
             outputs[request.request_id].outputs.append(output)
         for request_id, result in outputs.items():
             if request_id not in self.scheduler.requests:
-                result.finished = True
+                result.finished, result.receipt = True, receipts[request_id]
                 del self._prompts[request_id]
         return list(outputs.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from isthmus.engine.receipt import Receipt
 from isthmus.engine.sequence import FinishReason
 
 
@@ -51,6 +52,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+    receipt: Receipt | None = None  # what it cost and what it waited for, once finished
     num_cached_tokens: int = 0  # prompt tokens that were not computed again
     prompt_logprobs: PromptLogprobs | None = None
     """Per prompt token, when they were asked for, the token itself first; None for the first, which nothing predicts.
@@ -61,6 +63,6 @@ class RequestOutput:
         mine = {output.index: output for output in self.outputs}
         for output in more.outputs:
             mine[output.index].merge(output)
-        self.finished = more.finished
+        self.finished, self.num_cached_tokens, self.receipt = more.finished, more.num_cached_tokens, more.receipt
         if more.prompt_logprobs is not None:
             self.prompt_logprobs = more.prompt_logprobs

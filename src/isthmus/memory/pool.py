@@ -160,10 +160,18 @@ class Pool:
             raise IndexError(f"group {group!r}: a physical page outside 0..{len(region.owner) - 1}")
         return region.owner[index].view(VirtualPages)
 
-    def usage(self) -> ArenaUsage:
-        """The arena in bytes; always sums."""
+    def usage(self, cached: Mapping[str, int] = _NONE) -> ArenaUsage:
+        """The arena in bytes; always sums. `cached`: how many of the owned pages per group nobody uses."""
         groups = {
-            r.name: GroupUsage(r.name, r.page_bytes, r.live, len(r.holes), r.lo * r.page_bytes, r.hi * r.page_bytes)
+            r.name: GroupUsage(
+                r.name,
+                r.page_bytes,
+                r.live - cached.get(r.name, 0),
+                len(r.holes),
+                r.lo * r.page_bytes,
+                r.hi * r.page_bytes,
+                cached.get(r.name, 0),
+            )
             for r in self.regions.values()
         }
         gap = sum(gap for chain in self.chains for gap in chain.gaps())

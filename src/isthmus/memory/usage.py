@@ -9,7 +9,7 @@ _NULL, _HOLE, _FREE = "0", ".", " "
 
 @dataclass(frozen=True)
 class GroupUsage:
-    """One region. `span_pages = live_pages + hole_pages`."""
+    """One region. `span_pages = live_pages + cached_pages + hole_pages`."""
 
     name: str
     page_bytes: int
@@ -17,11 +17,17 @@ class GroupUsage:
     hole_pages: int
     lo_byte: int  # where its span starts in the arena
     hi_byte: int
+    cached_pages: int = 0  # owned by a prefix cache and not used: given back when somebody needs the bytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes of pages somebody owns."""
         return self.live_pages * self.page_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of pages that only a prefix cache holds."""
+        return self.cached_pages * self.page_bytes
 
     @property
     def hole_bytes(self) -> int:
@@ -31,7 +37,7 @@ class GroupUsage:
 
 @dataclass(frozen=True)
 class ArenaUsage:
-    """`total = null + gap + tail + Σ (live + hole)`; `groups` in byte order."""
+    """`total = null + gap + tail + Σ (live + cached + hole)`; `groups` in byte order."""
 
     total: int
     null: int
@@ -46,7 +52,8 @@ class ArenaUsage:
 
     def check(self) -> None:
         """Assert that the parts sum to the arena."""
-        parts = self.null + self.gap + self.tail + sum(g.live_bytes + g.hole_bytes for g in self.groups.values())
+        groups = sum(g.live_bytes + g.cached_bytes + g.hole_bytes for g in self.groups.values())
+        parts = self.null + self.gap + self.tail + groups
         assert parts == self.total, f"arena of {self.total} bytes, but its parts sum to {parts}"
 
     def draw(self, width: int = 72) -> str:
@@ -62,9 +69,9 @@ class ArenaUsage:
 
     def table(self) -> str:
         """Rows of bytes per group and state, and the sum."""
-        rows = [f"{'group':<10}{'live':>16}{'holes':>16}{'pages':>10}"]
+        rows = [f"{'group':<10}{'live':>16}{'cached':>16}{'holes':>16}{'pages':>10}"]
         for g in self.groups.values():
-            rows.append(f"{g.name:<10}{g.live_bytes:>16,}{g.hole_bytes:>16,}{g.live_pages:>10,}")
+            rows.append(f"{g.name:<10}{g.live_bytes:>16,}{g.cached_bytes:>16,}{g.hole_bytes:>16,}{g.live_pages:>10,}")
         rows += [
             f"{name:<10}{value:>16,}" for name, value in (("gap", self.gap), ("null", self.null), ("tail", self.tail))
         ]
@@ -75,6 +82,6 @@ class ArenaUsage:
         found = [(_NULL, 0, self.null)] if self.null else []
         for g in self.groups.values():
             if g.hi_byte > g.lo_byte:
-                mark = g.name[0].upper() if g.live_pages >= g.hole_pages else _HOLE
+                mark = g.name[0].upper() if g.live_pages + g.cached_pages >= g.hole_pages else _HOLE
                 found.append((mark, g.lo_byte, g.hi_byte))
         return found

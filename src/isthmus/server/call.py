@@ -23,6 +23,7 @@ class Job:
 
     prompt_token_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 @dataclass

@@ -33,7 +33,7 @@ async def jobs(request: ChatRequest, speller: Speller) -> list[Job]:
         )
     except ConfigError as error:
         raise invalid(error) from None
-    return [checked_job(Job(ids, params), speller.info, "messages")]
+    return [checked_job(Job(ids, params, request.cache_salt), speller.info, "messages")]
 
 
 class _Choice:

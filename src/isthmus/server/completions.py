@@ -33,7 +33,7 @@ async def jobs(request: CompletionRequest, speller: Speller) -> list[Job]:
     except ConfigError as error:
         raise invalid(error) from None
     encoded = await speller.aside(lambda: [_encode(speller, prompt) for prompt in prompts])
-    return [checked_job(Job(ids, params), speller.info, "prompt") for ids in encoded]
+    return [checked_job(Job(ids, params, request.cache_salt), speller.info, "prompt") for ids in encoded]
 
 
 def _encode(speller: Speller, prompt: str | list[int]) -> list[int]:

@@ -147,7 +147,7 @@ class EngineClient:
         self._deadlines[call] = asyncio.get_running_loop().call_later(self._timeout, self._expire, call)
         for prompt, job in enumerate(jobs):
             self._calls[call.request_id(prompt)] = (call, prompt)
-            self._process.send(wire.Submit(call.request_id(prompt), job.prompt_token_ids, job.params))
+            self._process.send(wire.Submit(call.request_id(prompt), job.prompt_token_ids, job.params, job.cache_salt))
         return call
 
     async def reset_prefix_cache(self) -> None:

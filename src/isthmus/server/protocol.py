@@ -61,6 +61,7 @@ class Sampling(Strict):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     isthmus: IsthmusOptions | None = None
     best_of: Unsupported = None
     user: Unsupported = None

@@ -31,6 +31,7 @@ class Submit(Struct, array_like=True, tag="submit"):
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 class Abort(Struct, array_like=True, tag="abort"):

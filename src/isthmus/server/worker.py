@@ -14,8 +14,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -132,7 +133,9 @@ class Service:
             self._done.append(order.call)
         else:
             try:
-                self.engine.add_request(order.request_id, order.prompt_token_ids, order.params)
+                self.engine.add_request(
+                    order.request_id, order.prompt_token_ids, order.params, cache_salt=order.cache_salt
+                )
             except RequestError as error:
                 self._rejected.append(wire.Rejected(order.request_id, str(error)))
             else:
@@ -156,34 +159,34 @@ class Service:
         return wire.Report(updates, rejected, done, stats(self.engine))
 
 
-def reset_prefix_cache(engine: Any) -> None:
-    """Forget cached prefixes. An engine without a prefix cache has none to forget."""
-    reset = getattr(engine, "reset_prefix_cache", None)
-    if reset is not None:
-        reset()
+def reset_prefix_cache(engine: Engine) -> None:
+    """Forget cached prefixes that nobody is using."""
+    engine.reset_prefix_cache()
 
 
 def cached_pages(engine: Engine) -> Mapping[str, int]:
     """Pages per group that only the prefix cache holds; the pool counts them as live."""
-    return {}
+    cache = engine.scheduler.cache
+    return {} if cache is None else cache.idle
 
 
 def evicted_pages(engine: Engine) -> Mapping[str, int]:
     """Pages per group that the prefix cache gave up, since the start."""
-    return {}
+    cache = engine.scheduler.cache
+    return {} if cache is None else cache.evicted
 
 
 def stats(engine: Engine) -> wire.Stats:
     """The engine now, in pages and bytes."""
     pool, scheduler = engine.pool, engine.scheduler
-    usage, ids = pool.usage(), pool.ids("tokens")
-    cached, evicted = cached_pages(engine), evicted_pages(engine)
+    usage, ids = pool.usage(cached_pages(engine)), pool.ids("tokens")
+    evicted = evicted_pages(engine)
     groups = [
         wire.GroupStats(
             name=group.name,
             page_bytes=group.page_bytes,
-            live_pages=group.live_pages - cached.get(group.name, 0),
-            cached_pages=cached.get(group.name, 0),
+            live_pages=group.live_pages,
+            cached_pages=group.cached_pages,
             hole_pages=group.hole_pages,
             lo_byte=group.lo_byte,
             hi_byte=group.hi_byte,
@@ -210,15 +213,17 @@ def stats(engine: Engine) -> wire.Stats:
 
 
 def _update(output: RequestOutput, queue_seconds: float | None) -> wire.Update:
-    prompt_logprobs = getattr(output, "prompt_logprobs", None)
+    prompt_logprobs = output.prompt_logprobs
     return wire.Update(
         output.request_id,
         [_piece(piece) for piece in output.outputs],
         output.finished,
         output.num_cached_tokens,
         queue_seconds,
-        prompt_logprobs and [_scored(entry) if entry is not None else None for entry in prompt_logprobs],
-        getattr(output, "receipt", None),
+        None
+        if prompt_logprobs is None
+        else [_scored(entry) if entry is not None else None for entry in prompt_logprobs],
+        None if output.receipt is None else asdict(output.receipt),
     )
 
 
