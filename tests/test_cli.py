@@ -72,9 +72,15 @@ def test_a_batch_with_map_and_static_split(gguf: Path, tmp_path: Path, capsys: p
     for part in ("unified arena", "static arena", "window", "full", "gap", "output tok/s"):
         assert part in captured.err
     table = captured.err[captured.err.index("group ") :].splitlines()[1:6]
-    columns = {"window": 3, "full": 3, "gap": 1, "null": 1, "tail": 1}  # of bytes; what follows are pages
-    rows = [line.replace(",", "").split() for line in table]
-    parts = sum(int(value) for row in rows for value in row[1 : 1 + columns[row[0]]])
+    columns: dict[str, int] = {
+        "window": 3,
+        "full": 3,
+        "gap": 1,
+        "null": 1,
+        "tail": 1,
+    }  # of bytes; what follows are pages
+    cells = [line.replace(",", "").split() for line in table]
+    parts = sum(int(value) for row in cells for value in row[1 : 1 + columns[row[0]]])
     assert parts == 1 << 20, "live, cached, holes, gap, null and tail sum to the arena"
 
 

@@ -74,7 +74,7 @@ def _add_serve(verbs: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
-    bench = verbs.add_parser("bench", help="measure: memory, throughput, split")
+    bench = verbs.add_parser("bench", help="measure: memory, throughput, split, serve, chats, soak")
     kinds = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=Parser)
     memory = kinds.add_parser("memory", help="microseconds the memory core takes per step")
     memory.add_argument("--json", action="store_true", help="one JSON object with raw samples")
@@ -103,6 +103,26 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     split.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     split.set_defaults(run=_bench_split)
     _add_bench_serve(kinds)
+    chats = kinds.add_parser("chats", help="multi-turn chats with the prefix cache and without")
+    add_engine_flags(chats)
+    for flag, default, text in (
+        ("--conversations", 8, "at once"), ("--turns", 10, "of each"), ("--system", 512, "shared tokens"),
+        ("--user", 48, "new tokens a turn"), ("--answer", 48, "tokens of each answer"),
+    ):  # fmt: skip
+        chats.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    chats.add_argument("--json", action="store_true", help="one JSON object")
+    chats.set_defaults(run=_bench_chats)
+    soak = kinds.add_parser("soak", help="a server under clients that come, stay and vanish")
+    add_engine_flags(soak)
+    soak.add_argument("--minutes", type=float, default=0, metavar="M", help="go on for so long (an hour is a soak)")
+    soak.add_argument("--rounds", type=int, default=10, metavar="N", help="at least so many (default %(default)s)")
+    soak.add_argument("--concurrency", type=int, default=256, metavar="N", help="streams at once (default %(default)s)")
+    soak.add_argument("--hang-up", type=float, default=0.1, metavar="P", help="share that vanish (default %(default)s)")
+    soak.add_argument("--prompt-len", type=int, default=48, metavar="N", help="mean (default %(default)s)")
+    soak.add_argument("--output-len", type=int, default=24, metavar="N", help="mean (default %(default)s)")
+    soak.add_argument("--seed", type=int, default=0, help="of lengths and hang-ups (default %(default)s)")
+    soak.add_argument("--json", action="store_true", help="one JSON object")
+    soak.set_defaults(run=_bench_soak)
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -187,6 +207,23 @@ def _bench_serve(args: argparse.Namespace) -> int:
     result = serve.run(args)
     report.show(result, args.json, serve.lines)
     return 1 if result["failed"] else 0
+
+
+def _bench_chats(args: argparse.Namespace) -> int:
+    from isthmus.bench import chats, report  # noqa: PLC0415
+
+    report.show(chats.run(args), args.json, chats.lines)
+    return 0
+
+
+def _bench_soak(args: argparse.Namespace) -> int:
+    try:
+        from isthmus.bench import report, soak  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"bench soak needs the package {error.name}: pip install 'isthmus[bench,serve]'") from error
+    result = soak.run(args)
+    report.show(result, args.json, soak.lines)
+    return 1 if result["failed"] or result["live_bytes_left"] else 0
 
 
 if __name__ == "__main__":

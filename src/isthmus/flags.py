@@ -74,6 +74,22 @@ def engine_args(args: argparse.Namespace, *more: type) -> dict[str, Any]:
     return values
 
 
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """The command line that gives these settings, as `engine_args` returned them."""
+    known, line = engine_settings(), []
+    for name, value in values.items():
+        setting, kind = known[name]
+        if not setting.flag.startswith("-"):
+            line.append(str(value))
+        elif kind is bool:
+            line += [setting.flag] if value is not setting.flag.startswith("--no-") else []
+        elif isinstance(value, Mapping):
+            line += [setting.flag, ",".join(f"{key}={share}" for key, share in value.items())]
+        else:
+            line += [setting.flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return line
+
+
 def _from_yaml(path: Path, known: Mapping[str, tuple[Setting, Any]]) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())

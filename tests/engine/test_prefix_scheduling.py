@@ -6,14 +6,17 @@ import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request, Status
+from isthmus.engine.step import Step
 from isthmus.params import SamplingParams
 from tests.engine.scripted import VOCAB
 from tests.engine.test_scheduler import SHAPES, World
 
 PAGE = 4
+Int32 = NDArray[np.int32]
 CHAINED = [shape for shape in SHAPES if shape != "state alone"]  # its pages would hold one token
 
 
@@ -54,7 +57,7 @@ class WarmWorld(World):
         """Every live id is the cache's or one sequence's."""
         cache, placement = self.scheduler.cache, self.scheduler.placement
         assert cache is not None
-        private: dict[str, np.ndarray] = {}  # type: ignore[type-arg]
+        private: dict[str, Int32] = {}
         rows = [s.row for s in self.scheduler.running]
         for space in self.pool.spaces:
             if space == "states":
@@ -67,7 +70,7 @@ class WarmWorld(World):
             private[space] = held[held > 0]
         cache.check(private)
 
-    def step(self):  # type: ignore[no-untyped-def]
+    def step(self) -> Step:
         step = super().step()
         self.check_cache()
         return step

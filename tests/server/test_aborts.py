@@ -78,7 +78,8 @@ def test_clients_that_leave_while_waiting(tight: Server) -> None:
 
 def test_a_client_that_leaves_while_preempted(tight: Server) -> None:
     before = tight.pool()["preemptions"]
-    clients = [begin(tight, 600, max_tokens=800), begin(tight, 600, max_tokens=800)]
+    # Two tenants: with one salt the same tokens would be one set of pages, and fit.
+    clients = [begin(tight, 600, max_tokens=800, cache_salt=salt) for salt in ("a", "b")]
     until(tight.pool, lambda pool: pool["preemptions"] > before and pool["waiting"] > 0)
     clients[1].vanish()
     until(tight.pool, lambda pool: pool["waiting"] == 0)
