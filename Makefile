@@ -1,9 +1,13 @@
-# Everything a fresh machine with Python 3.11 or newer needs: `make demo`, `make test`.
+# Everything a fresh machine with Python 3.11 or newer needs: `make serve`, `make demo`, `make test`.
 
 PYTHON ?= python3
 BIN := .venv/bin
+MODEL ?= demo
 
-.PHONY: demo test check setup clean
+.PHONY: serve demo test check setup clean
+
+serve: setup ## an OpenAI-compatible server on 127.0.0.1:8000 with Gemma 3 270M (a base model; MODEL=demo-chat for chat)
+	$(BIN)/isthmus serve $(MODEL)
 
 demo: setup ## complete a batch of prompts with Gemma 3 270M from one arena, then under the best static split
 	$(BIN)/isthmus generate demo --prompts examples/demo.jsonl --temperature 0 --pool-bytes 24m --map --compare-static
