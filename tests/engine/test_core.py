@@ -30,12 +30,14 @@ class Answers(ScriptedExecutor):
     def run(self, step: Step) -> list[Sampled]:
         top = (Logprob(1, -0.25, 1), Logprob(2, -1.5, 2))
         return [
-            Sampled(s.token_id, -2.0, 3, top[: row.params.logprobs or 0])
+            Sampled(s.token_id, -2.0, 3, top[: row.params.logprobs or 0], s.problem)
             for s, row in zip(super().run(step), step.samples, strict=True)
         ]
 
 
-def engine_for(tokenizer: Tokenizer, text: str, prompt: str = "the cat") -> tuple[Engine, list[int]]:
+def engine_for(
+    tokenizer: Tokenizer, text: str, prompt: str = "the cat", *, prefix_caching: bool = False
+) -> tuple[Engine, list[int]]:
     """An engine whose model answers `text` and then the end token; the prompt's ids."""
     pool = Pool(
         1 << 16,
@@ -54,6 +56,7 @@ def engine_for(tokenizer: Tokenizer, text: str, prompt: str = "the cat") -> tupl
         max_model_len=200,
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_ids=[eos],
+        prefix_caching=prefix_caching,
     )
     return engine, prompt_ids
 
@@ -210,6 +213,21 @@ def test_a_sequence_without_a_token_ends_with_the_reason_and_the_others_go_on(
     assert [record.getMessage() for record in caplog.records][:1] == [
         "request b ends without its next token: not a number"
     ]
+
+
+@pytest.mark.parametrize("problem", ["not a number", None])
+def test_pages_computed_before_a_problem_are_not_given_to_later_requests(
+    problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = engine_for(byte_level(), "abc", "the cat sat on the mat and the mat", prefix_caching=True)
+    with monkeypatch.context() as patch:
+        if problem is not None:
+            patch.setattr(engine.executor, "_sample", lambda *args: Sampled(-1, -1.0, 1, problem=problem))
+        engine.add_request("a", prompt, SamplingParams())
+        while engine.has_work:
+            engine.step()
+    assert engine.scheduler.cache is not None
+    assert (len(engine.scheduler.cache) == 0) == (problem is not None)
 
 
 def test_an_aborted_request_says_nothing_more_and_its_name_is_free_again() -> None:

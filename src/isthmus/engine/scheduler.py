@@ -217,6 +217,8 @@ class Scheduler:
             if end is not None:
                 ended.append((sequence, *end))
         self._finish(ended)
+        if any(event.sampled.problem is not None for event in events):
+            self.reset_prefix_cache()  # what was computed along with it must not come back in later requests
         return events
 
     # -- inside: who runs -----------------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""The dashboard, the scrape file and the page on operations name what a running server really has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isthmus.server.config import ServerConfig
+from tests.server.running import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = json.loads((ROOT / "monitoring" / "grafana.json").read_text())
+PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
+METRIC = re.compile(r"isthmus:\w+")
+
+
+def expressions() -> Iterator[str]:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            yield target["expr"]
+
+
+@pytest.fixture
+def samples(server: Server) -> dict[str, set[str]]:
+    """Labels by the name of every sample, after a request was served."""
+    server.openai.completions.create(model="tiny", prompt="the cat", max_tokens=3)
+    found: dict[str, set[str]] = {}
+    for sample in server.metrics():
+        name, _, labels = sample.partition("{")
+        found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    return found
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(samples: dict[str, set[str]]) -> None:
+    asked = {name for expr in expressions() for name in METRIC.findall(expr)}
+    assert len(asked) > 10
+    assert asked <= set(samples)
+
+
+def test_the_dashboard_groups_by_labels_that_exist(samples: dict[str, set[str]]) -> None:
+    for expr in expressions():
+        names = METRIC.findall(expr)
+        for labels in re.findall(r"by \(([^)]*)\)", expr):
+            for label in labels.split(", "):
+                assert all(label in samples[name] for name in names), expr
+
+
+def test_grafana_can_load_it() -> None:
+    assert DASHBOARD["title"]
+    assert isinstance(DASHBOARD["schemaVersion"], int)
+    assert "id" not in DASHBOARD, "an id belongs to one Grafana, and importing a foreign one fails"
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["datasource"]["query"] == "prometheus"
+    ids = [panel["id"] for panel in PANELS]
+    assert len(set(ids)) == len(ids)
+    for panel in PANELS:
+        assert {"type", "title", "gridPos", "fieldConfig", "options"} <= set(panel)
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs
+        assert len(set(refs)) == len(refs)
+        assert all(target["expr"] for target in panel["targets"])
+
+
+def test_panels_lie_beside_each_other() -> None:
+    cells: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        at = panel["gridPos"]
+        assert 0 <= at["x"] < at["x"] + at["w"] <= 24
+        mine = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not mine & cells, panel["title"]
+        cells |= mine
+
+
+def test_prometheus_scrapes_where_the_server_listens() -> None:
+    (job,) = yaml.safe_load((ROOT / "monitoring" / "prometheus.yml").read_text())["scrape_configs"]
+    assert job.get("metrics_path", "/metrics") == "/metrics"
+    assert job["static_configs"][0]["targets"] == [f"{ServerConfig().host}:{ServerConfig().port}"]
+
+
+def test_every_metric_is_explained(server: Server) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    kinds = re.findall(r"^# TYPE isthmus:(\w+) ", server.http.get("/metrics").text, re.MULTILINE)
+    assert len(kinds) > 15
+    assert [name for name in kinds if f"`{name}" not in page] == []
+
+
+def test_every_figure_of_the_pool_is_explained(server: Server) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    pool = server.pool()
+    names = set(pool) | set(pool["groups"][0])
+    assert [name for name in sorted(names) if f"`{name}" not in page] == []
