@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from isthmus.engine.dryrun import fastest_walls
+from isthmus.engine.dryrun import ranked_walls
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args, sampling_params
 from isthmus.llm import LLM, Prompt, RequestOutput
@@ -97,7 +97,7 @@ def _map(name: str, done: Run) -> str:
 def _compare(llm: LLM, jobs: Sequence[Job], unified: Run) -> str:
     """The same batch, model and arena under the walls that suit this very batch best."""
     lengths = llm.lengths([job.prompt for job in jobs], [job.params for job in jobs])
-    walls = fastest_walls(llm.layout.groups, llm.engine.pool.arena_bytes, llm.config.scheduler, lengths)
+    _, walls = ranked_walls(llm.layout.groups, llm.engine.pool.arena_bytes, llm.config.scheduler, lengths)[0]
     with llm.static(walls):
         print(f"\nagain with the walls under which this batch takes fewest steps: {_shares(walls)}", file=sys.stderr)
         static_run = _complete(llm, jobs, None)

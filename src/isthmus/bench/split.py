@@ -1,8 +1,8 @@
 """Unified against static memory: few long prompts among many short ones, in an arena too small for all of them.
 
 Model, arena, batch and engine are the same; only the walls differ. `best` are the walls under which this very batch
-takes the fewest steps, found by dry runs of the real scheduler; `wrong` are the best walls of another workload (the
-batch's long requests alone): what happens when traffic is not what somebody guessed at start-up.
+takes the fewest steps, found by dry runs of the real scheduler over every division into twentieths; `wrong` are those
+that hold every request and take the most: what a bad guess at start-up can cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from isthmus.engine.dryrun import fastest_walls
+from isthmus.engine.dryrun import ranked_walls
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
 from isthmus.llm import LLM, RequestOutput
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("bench split compares unified memory with static walls itself: leave out --memory static")
     llm = LLM(**settings)
     batch = make_batch(args.long, args.short, llm.layout.vocab_size)
-    walls = _walls(llm, batch, args.long)
+    walls = _walls(llm, batch)
     sides: dict[str, list[dict[str, Any]]] = {name: [] for name in walls}
     for _ in range(args.repeat):
         for name, side in walls.items():
@@ -82,17 +82,13 @@ def make_batch(long: tuple[int, int, int], short: tuple[int, int, int], vocab_si
     return [(rng.integers(3, vocab_size, shapes[i][0]).tolist(), shapes[i][1]) for i in order]
 
 
-def _walls(llm: LLM, batch: Batch, long: tuple[int, int, int]) -> dict[str, Mapping[str, int] | None]:
+def _walls(llm: LLM, batch: Batch) -> dict[str, Mapping[str, int] | None]:
     groups, arena = llm.layout.groups, llm.engine.pool.arena_bytes
     if len(groups) < 2:
         raise ConfigError(f"{llm.name} has one kind of cache: there is nothing to split")
     lengths = [(len(tokens), output) for tokens, output in batch]
-    config = llm.config.scheduler
-    return {
-        "unified": None,
-        "static best": fastest_walls(groups, arena, config, lengths),
-        "static wrong": fastest_walls(groups, arena, config, [shape for shape in lengths if shape == long[1:]]),
-    }
+    ranked = ranked_walls(groups, arena, llm.config.scheduler, lengths)
+    return {"unified": None, "static best": ranked[0][1], "static wrong": ranked[-1][1]}
 
 
 def _once(llm: LLM, batch: Batch) -> dict[str, Any]:

@@ -29,25 +29,23 @@ def dry_steps(pool: Pool, config: SchedulerConfig, lengths: Sequence[tuple[int, 
     return scheduler.counters.steps
 
 
-def fastest_walls(
+def ranked_walls(
     groups: Sequence[Group], arena_bytes: int, config: SchedulerConfig, lengths: Sequence[tuple[int, int]]
-) -> dict[str, int]:
-    """Bytes per group of the static split under which a batch takes the fewest steps.
+) -> list[tuple[int, dict[str, int]]]:
+    """`(steps, bytes per group)` of every static split that holds a batch, fewest steps first.
 
     Tries every division of the arena into twentieths (eighths for more than two groups). ConfigError if none holds
     every request.
     """
-    best: tuple[int, dict[str, int]] | None = None
+    found: list[tuple[int, dict[str, int]]] = []
     for walls in divisions(groups, arena_bytes, 20 if len(groups) <= 2 else 8):
         try:
-            steps = dry_steps(Pool(arena_bytes, groups, walls=walls), config, lengths)
+            found.append((dry_steps(Pool(arena_bytes, groups, walls=walls), config, lengths), walls))
         except RequestError:
-            continue
-        if best is None or steps < best[0]:
-            best = steps, walls
-    if best is None:
+            continue  # some request does not fit these walls at all
+    if not found:
         raise ConfigError(f"no static split of {arena_bytes:,} bytes holds every request: raise --pool-bytes")
-    return best[1]
+    return sorted(found, key=lambda ranked: ranked[0])
 
 
 def divisions(groups: Sequence[Group], arena_bytes: int, parts: int) -> Iterator[dict[str, int]]:
