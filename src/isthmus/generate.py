@@ -41,6 +41,7 @@ class Run:
     output_tokens: int
     steps: int
     most_running: int
+    aborted: int  # sequences that ended without what they were due
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(_map("unified" if llm.engine.pool.walls is None else "static", first), file=sys.stderr)
     if args.compare_static:
         print(_compare(llm, jobs, first), file=sys.stderr)
-    return 0
+    return 1 if first.aborted else 0
 
 
 def _complete(llm: LLM, jobs: Sequence[Job], printer: Printer | None) -> Run:
@@ -83,7 +84,8 @@ def _complete(llm: LLM, jobs: Sequence[Job], printer: Printer | None) -> Run:
     outputs = llm.generate(prompts, params, use_tqdm=len(jobs) > 1, on_output=on_output)
     tokens = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
     seconds = time.perf_counter() - start
-    return Run(fullest, seconds, tokens, scheduler.counters.steps - before, most_running)
+    aborted = sum(sequence.finish_reason == "abort" for output in outputs for sequence in output.outputs)
+    return Run(fullest, seconds, tokens, scheduler.counters.steps - before, most_running, aborted)
 
 
 def _map(name: str, done: Run) -> str:
