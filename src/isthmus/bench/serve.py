@@ -104,7 +104,7 @@ def _asks(args: argparse.Namespace) -> list[Ask]:
         length = int(rng.integers(max(1, args.prompt_len // 2), args.prompt_len * 3 // 2 + 1))
         output = int(rng.integers(max(1, args.output_len // 2), args.output_len * 3 // 2 + 1))
         hang_up = int(rng.integers(1, output + 1)) if rng.random() < args.hang_up else None
-        asks.append(Ask(rng.integers(3, 3000, length).tolist(), output, hang_up))
+        asks.append(Ask(rng.integers(3, 250, length).tolist(), output, hang_up))
     return asks
 
 

@@ -87,7 +87,7 @@ def _round(target: Target, pid: int, args: argparse.Namespace, rng: np.random.Ge
 def _ask(args: argparse.Namespace, rng: np.random.Generator) -> Ask:
     prompt, output = int(rng.integers(1, 2 * args.prompt_len)), int(rng.integers(1, 2 * args.output_len))
     hang_up = int(rng.integers(1, output + 1)) if rng.random() < args.hang_up else None
-    return Ask(rng.integers(3, 3000, prompt).tolist(), output, hang_up)
+    return Ask(rng.integers(3, 250, prompt).tolist(), output, hang_up)
 
 
 def _wrong(ask: Ask, answer: Answer) -> str | None:

@@ -7,7 +7,8 @@ report, so `pool_bytes` always sums to the arena.
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -40,6 +41,10 @@ class Metrics:
         self._generation_tokens = counter("generation_tokens", "Tokens generated")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._cache_cuts = counter(
+            "prefix_cache_cuts", "Hits cut below what is known, by what could not restore", "group"
+        )
+        self._waited = counter("request_wait_seconds", "Time in the queue, by what it was waited for", "reason")
         self._success = counter("request_success", "Continuations that ended, by why", "finished_reason")
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token", _FAST)
         self._inter_token = histogram("inter_token_latency_seconds", "Between tokens of a continuation", _FAST)
@@ -57,6 +62,8 @@ class Metrics:
         if update.queue_seconds is not None:
             self._queue.observe(update.queue_seconds)
             self._cache_hits.inc(update.cached_tokens)
+        if update.receipt is not None:
+            self._receipt(update.receipt)
         for piece in update.pieces:
             self._generation_tokens.inc(len(piece.token_ids))
             if piece.finish_reason is not None:
@@ -64,6 +71,12 @@ class Metrics:
         if times.last is not None and now > times.last:
             self._inter_token.observe(now - times.last)
         times.last = now
+
+    def _receipt(self, receipt: Mapping[str, Any]) -> None:
+        if receipt["cut_by"] is not None:
+            self._cache_cuts.labels(receipt["cut_by"]).inc()
+        for reason, seconds in receipt["waited_for"].items():
+            self._waited.labels(reason).inc(seconds)
 
     def close(self, call: Call) -> None:
         """The front is done with a call."""

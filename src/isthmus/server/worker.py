@@ -70,6 +70,7 @@ def _load(start: wire.Start) -> Service:
     if "static_workload" in args:
         args["static_workload"] = tuple(args["static_workload"])
     llm = LLM(**args)
+    print(llm.certificate(), file=sys.stderr, flush=True)
     return Service(llm.engine, _model_info(llm, Path(start.folder)))
 
 

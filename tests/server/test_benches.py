@@ -1,0 +1,81 @@
+"""The benches that need a server or chats, in their short form, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isthmus.bench.load import Answer, Ask
+from isthmus.bench.serve import summary
+from isthmus.bench.soak import _wrong
+from tests.model.tiny_gguf import tiny_model, write_gguf
+from tests.server.running import Server
+from tests.test_cli import run
+
+SMALL = ("--dtype", "float32", "--pool-bytes", "300k", "--page-size", "4")
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "gemma3", tiny_model("gemma3", max_position_embeddings=512))
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path / "cache"))
+    return path
+
+
+def test_soak_in_short(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients vanish, the arena is too small for all: survivors get their tokens, and every byte comes back."""
+    code = run(
+        "bench", "soak", gguf, *SMALL, "--rounds", 3, "--concurrency", 48, "--hang-up", 0.25, "--prompt-len", 20,
+        "--output-len", 12, "--json",
+    )  # fmt: skip
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0, result
+    assert result["requests"] == 144
+    assert result["hung_up"] > 5
+    assert result["failed"] == result["live_bytes_left"] == 0
+
+
+def test_chats_in_short(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(
+        "bench", "chats", gguf, "--dtype", "float32", "--pool-bytes", "4m", "--page-size", 4, "--conversations", 3,
+        "--turns", 4, "--system", 40, "--user", 6, "--answer", 5, "--json",
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["hit_tokens"] > result["prompt_tokens"] // 2
+    assert all(turn["cached_tokens"] == 0 for turn in result["sides"]["cold"])
+
+
+@pytest.mark.parametrize("loop", [("--concurrency", 4), ("--rate", 200)])
+def test_serve_bench_against_a_server(
+    server: Server, loop: tuple[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        "bench", "serve", "--url", server.url, *loop, "--requests", 12, "--prompt-len", 8, "--output-len", 6,
+        "--hang-up", 0.2, "--ttft-limit", 60_000, "--json",
+    )  # fmt: skip
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0, result
+    assert result["complete"] + result["hung_up"] == 12
+    assert result["goodput_requests_per_second"] == result["requests_per_second"] > 0
+
+
+def test_a_summary_counts_what_went_wrong() -> None:
+    good = Answer(0.0, pieces=[0.1, 0.2], end=0.2, tokens=2, done=1)
+    slow = Answer(0.0, pieces=[0.9, 1.0], end=1.0, tokens=2, done=1)
+    broken = Answer(0.0, pieces=[0.1], end=0.3, error="HTTP 500")
+    result = summary([good, slow, broken], seconds=2.0, ttft_limit=500.0)
+    assert (result["complete"], result["failed"], result["errors"]) == (2, 1, ["HTTP 500"])
+    assert result["goodput_requests_per_second"] == 0.5
+    assert result["ttft_ms"]["p50"] == 500.0
+
+
+def test_a_soak_notices_missing_tokens_and_ends() -> None:
+    ask = Ask([1], 3)
+    assert _wrong(ask, Answer(0.0, tokens=3, done=1)) is None
+    assert _wrong(ask, Answer(0.0, tokens=2, done=1)) == "2 tokens instead of 3"
+    assert _wrong(ask, Answer(0.0, tokens=3, done=2)) == "2 times [DONE]"
+    assert _wrong(ask, Answer(0.0, tokens=1, hung_up=True)) is None
