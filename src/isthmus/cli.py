@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 STARTED = time.perf_counter()  # read by `bench throughput`, whose start-up figure includes the imports below
 
+# Torch's oneDNN bridge keeps a prepared product for every shape it has met, 1,024 of them by default: hundreds of MB
+# after batches of many sizes. It reads this when it is loaded.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
+
 import argparse  # noqa: E402
-import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
