@@ -55,12 +55,7 @@ class Placement:
         """
         busy = new > 0
         rows, past, new = rows[busy], past[busy], new[busy]
-        # What a hit restores is tokens; the state page it is copied to must still be had.
-        begun = np.where(self._states[rows] > 0, past, 0)
-        return {
-            name: int(np.subtract(*kind.extend(past if kind.space == "tokens" else begun, new)[::-1]).sum())
-            for name, kind in self._kinds.items()
-        }
+        return {name: int(pages.sum()) for name, pages in self._fresh(rows, past, new).items()}
 
     def commit(self, plan: Plan, rows: Int64, past: Int64, new: Int64) -> None:
         """Carry out the plan for `demand(rows, past, new)`: its ids become the rows' next columns and states."""
@@ -73,9 +68,8 @@ class Placement:
             ids[need[self._cover]] = plan.ids["tokens"]
             self.blocks.append(rows[which], columns, ids)
             binds = {name: ids[mask] for name, mask in need.items()}
-        for name, kind in self._kinds.items():
-            low, high = kind.extend(past if kind.space == "tokens" else np.where(self._states[rows] > 0, past, 0), new)
-            self._taken[name][rows] += high - low
+        for name, pages in self._fresh(rows, past, new).items():
+            self._taken[name][rows] += pages
         if "states" in plan.ids:
             self._states[rows[self._states[rows] == 0]] = plan.ids["states"]
         self._pool.commit(plan, binds)
@@ -184,6 +178,13 @@ class Placement:
             self._states[taken] = 0
 
     # -- inside ---------------------------------------------------------------------------------------------
+
+    def _fresh(self, rows: Int64, past: Int64, new: Int64) -> dict[str, Int64]:
+        """Pages per group that each of these rows must gain."""
+        # What a hit restores is tokens; the state page it is copied to must still be had.
+        begun = np.where(self._states[rows] > 0, past, 0)
+        bounds = {name: k.extend(past if k.space == "tokens" else begun, new) for name, k in self._kinds.items()}
+        return {name: high - low for name, (low, high) in bounds.items()}
 
     def _unlock(self, name: str, ids: Int32) -> Int32:
         """The rows need these no more in this group; those that are not the cache's."""
