@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined whether it is compiled or interpreted: before any test imports one.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import tests.interpreter  # noqa: F401
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -15,3 +22,13 @@ def shared_file(name: str) -> Path:
     if not path.is_file():
         pytest.fail(f"{path} is missing: these tests read data that lies beside the checkout in shared/data")
     return path
+
+
+_INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=_INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test's kernels run: compiled on a GPU, through Triton's interpreter where there is none."""
+    assert isinstance(request.param, str)
+    return request.param

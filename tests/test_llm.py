@@ -148,23 +148,22 @@ def test_logprobs_are_of_the_model(folder: Path, llm: LLM) -> None:
     assert [value.logprob for value in entry.values()] == pytest.approx(want[list(entry)].tolist(), abs=1e-4)
 
 
-def test_ctrl_c_ends_the_call_after_the_step_and_the_engine_serves_on(llm: LLM) -> None:
+def test_ctrl_c_ends_the_call_after_the_step_and_the_engine_serves_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid = os.getpid()
-    run, steps = llm.engine.executor.run, 0
+    launch, steps = llm.engine.executor.launch, 0
 
     def interrupted(step: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == 3:
             os.kill(pid, signal.SIGINT)
-        return run(step)
+        return launch(step)
 
-    llm.engine.executor.run = interrupted  # type: ignore[method-assign]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["the cat", "the mat"], GREEDY, use_tqdm=False)
-    finally:
-        del llm.engine.executor.run
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(llm.engine.executor, "launch", interrupted)
+        llm.generate(["the cat", "the mat"], GREEDY, use_tqdm=False)
     assert steps == 3
     assert not llm.engine.has_work
     assert llm.usage().live == 0
@@ -263,7 +262,7 @@ def test_one_arena_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(old())
         return Runner(*args)
 
-    monkeypatch.setattr("isthmus.llm.Runner", build_beside)
+    monkeypatch.setattr("isthmus.engine.backends.Runner", build_beside)
     with llm.static([(8, 8)]):
         pass
     assert seen == [None, None]

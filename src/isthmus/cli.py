@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 STARTED = time.perf_counter()  # read by `bench throughput`, whose start-up figure includes the imports below
 
-# Torch's oneDNN bridge keeps a prepared product for every shape it has met, 1,024 of them by default: hundreds of MB
-# after batches of many sizes. It reads this when it is loaded.
-os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
-
 import argparse  # noqa: E402
+import functools  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from isthmus import __version__  # noqa: E402
@@ -78,23 +75,14 @@ def _add_serve(verbs: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
-    bench = verbs.add_parser("bench", help="measure: memory, throughput, split, serve, chats, soak")
+    bench = verbs.add_parser("bench", help="measure: memory, throughput, step, kernels, split, serve, chats, soak, ab")
     kinds = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=Parser)
     memory = kinds.add_parser("memory", help="microseconds the memory core takes per step")
     memory.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     memory.set_defaults(run=_bench_memory)
-    throughput = kinds.add_parser("throughput", help="tokens per second of a model on a workload")
-    add_engine_flags(throughput)
-    throughput.add_argument(
-        "--workload", type=Path, required=True, metavar="FILE", help="JSON with prompts of token ids"
-    )
-    throughput.add_argument("--limit", type=int, metavar="N", help="only the first N requests (1: a single stream)")
-    throughput.add_argument(
-        "--output-len", type=int, default=128, metavar="N", help="tokens of each request (default 128)"
-    )
-    throughput.add_argument("--repeat", type=int, default=3, metavar="N", help="runs; the median counts (default 3)")
-    throughput.add_argument("--json", action="store_true", help="one JSON object with raw samples")
-    throughput.set_defaults(run=_bench_throughput)
+    _add_bench_throughput(kinds)
+    _add_bench_step(kinds)
+    _add_bench_kernels(kinds)
     split = kinds.add_parser("split", help="unified against static memory at its best split and at wrong ones")
     add_engine_flags(split)
     split.add_argument(
@@ -127,6 +115,71 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     soak.add_argument("--seed", type=int, default=0, help="of lengths and hang-ups (default %(default)s)")
     soak.add_argument("--json", action="store_true", help="one JSON object")
     soak.set_defaults(run=_bench_soak)
+    _add_bench_ab(kinds)
+    for parser in kinds.choices.values():
+        parser.set_defaults(run=functools.partial(_bench, parser.get_default("run")))
+
+
+def _add_bench_throughput(kinds: argparse._SubParsersAction[Parser]) -> None:
+    throughput = kinds.add_parser("throughput", help="tokens per second of a model on a workload")
+    add_engine_flags(throughput)
+    workload = throughput.add_mutually_exclusive_group(required=True)
+    workload.add_argument("--workload", type=Path, metavar="FILE", help="JSON with prompts of token ids")
+    workload.add_argument(
+        "--synthetic", type=_shape, action="append", metavar="N,P,O",
+        help="N requests of P random tokens, O to generate; repeatable, all of them shuffled",
+    )  # fmt: skip
+    throughput.add_argument("--limit", type=int, metavar="N", help="only the first N requests (1: a single stream)")
+    throughput.add_argument(
+        "--output-len", type=int, default=128, metavar="N", help="tokens of each --workload request (default 128)"
+    )
+    throughput.add_argument(
+        "--against-static", action="store_true", help="unified memory and the best walls for this workload in turn"
+    )
+    throughput.add_argument("--repeat", type=int, default=3, metavar="N", help="runs; the median counts (default 3)")
+    throughput.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    throughput.set_defaults(run=_bench_throughput)
+
+
+def _add_bench_step(kinds: argparse._SubParsersAction[Parser]) -> None:
+    step = kinds.add_parser("step", help="decode steps: host and GPU time by part, against the bytes they must read")
+    add_engine_flags(step)
+    step.add_argument(
+        "--batch", type=_counts, default=(1, 64, 256), metavar="N,N", help="sequences at once (default 1,64,256)"
+    )
+    step.add_argument("--context", type=int, default=512, metavar="N", help="prompt tokens of each (default 512)")
+    step.add_argument("--steps", type=int, default=50, metavar="N", help="measured at each size (default 50)")
+    step.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    step.set_defaults(run=_bench_step)
+
+
+def _add_bench_kernels(kinds: argparse._SubParsersAction[Parser]) -> None:
+    kernels = kinds.add_parser("kernels", help="GPU kernels against the copy and matmul rates of the same run")
+    kernels.add_argument(
+        "--only", type=lambda text: tuple(text.split(",")), metavar="S,S", help="only these sections; default: all"
+    )
+    kernels.add_argument("--sweep", action="store_true", help="try other builds of the attention kernels instead")
+    kernels.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    kernels.set_defaults(run=_bench_kernels)
+
+
+def _add_bench_ab(kinds: argparse._SubParsersAction[Parser]) -> None:
+    ab = kinds.add_parser("ab", help="servers with static and unified memory: the same questions, the same answers?")
+    add_engine_flags(ab)
+    ab.add_argument("--task", choices=("gsm8k",), default="gsm8k", help="what is asked (default %(default)s)")
+    ab.add_argument(
+        "--data", type=Path, default="../shared/data/gsm8k_test.jsonl", metavar="FILE",
+        help="GSM8K's test.jsonl (default %(default)s)",
+    )  # fmt: skip
+    for flag, default, text in (
+        ("--rounds", 6, "times that each server gets all questions"), ("--questions", 200, "in a round"),
+        ("--shots", 5, "solved examples before each question"), ("--concurrency", 128, "requests under way"),
+        ("--output-len", 256, "most tokens of an answer"), ("--repeat", 1, "servers of each side, order alternating"),
+    ):  # fmt: skip
+        ab.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    ab.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    ab.add_argument("--server-command", help=argparse.SUPPRESS)  # instead of this isthmus, for tests
+    ab.set_defaults(run=_bench_ab)
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -160,6 +213,13 @@ def _shape(text: str) -> tuple[int, int, int]:
     return count, prompt, output
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,64,256") from None
+
+
 def _generate(args: argparse.Namespace) -> int:
     from isthmus import generate  # noqa: PLC0415
 
@@ -182,6 +242,16 @@ def _env(args: argparse.Namespace) -> int:
     return env.run(args.json)
 
 
+def _bench(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """A bench whose MODEL may be a shape."""
+    if not hasattr(args, "config"):  # no settings of an engine
+        return run(args)
+    from isthmus.bench import shapes  # noqa: PLC0415
+
+    with shapes.as_model(args):
+        return run(args)
+
+
 def _bench_memory(args: argparse.Namespace) -> int:
     from isthmus.bench import memory, report  # noqa: PLC0415
 
@@ -194,6 +264,21 @@ def _bench_throughput(args: argparse.Namespace) -> int:
 
     report.show(throughput.run(args, STARTED), args.json, throughput.lines)
     return 0
+
+
+def _bench_step(args: argparse.Namespace) -> int:
+    from isthmus.bench import report, step  # noqa: PLC0415
+
+    report.show(step.run(args), args.json, step.lines)
+    return 0
+
+
+def _bench_kernels(args: argparse.Namespace) -> int:
+    from isthmus.bench import kernels, report  # noqa: PLC0415
+
+    result = kernels.run(args)
+    report.show(result, args.json, kernels.lines)
+    return 1 if result["failed"] else 0
 
 
 def _bench_split(args: argparse.Namespace) -> int:
@@ -228,6 +313,16 @@ def _bench_soak(args: argparse.Namespace) -> int:
     result = soak.run(args)
     report.show(result, args.json, soak.lines)
     return 1 if result["failed"] or result["live_bytes_left"] else 0
+
+
+def _bench_ab(args: argparse.Namespace) -> int:
+    try:
+        from isthmus.bench import ab, report  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"bench ab needs the package {error.name}: pip install 'isthmus[bench,serve]'") from error
+    result = ab.run(args)
+    report.show(result, args.json, ab.lines)
+    return 1 if ab.failed(result) else 0
 
 
 if __name__ == "__main__":

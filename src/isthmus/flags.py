@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from isthmus.engine.config import LAYERS, EngineConfig, Setting, setting_of
+from isthmus.engine.config import LAYERS, Setting, setting_of
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.params import SamplingParams
 
@@ -53,7 +53,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *more: type) -> None:
 def engine_settings(*more: type) -> dict[str, tuple[Setting, Any]]:
     """Every setting with its declared type, by field name; those of `more` config classes after the engine's."""
     found: dict[str, tuple[Setting, Any]] = {}
-    for config in (*LAYERS.values(), EngineConfig, *more):
+    for config in (*LAYERS.values(), *more):
         hints = typing.get_type_hints(config)
         for spec in dataclasses.fields(config):
             if "setting" in spec.metadata:

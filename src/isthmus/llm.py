@@ -24,15 +24,14 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from isthmus.engine import capacity, sizing
-from isthmus.engine.config import EngineConfig
+from isthmus.engine.backends import backend_on, resolve_device
+from isthmus.engine.config import CACHE_DTYPES, EngineConfig
 from isthmus.engine.core import Engine
 from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
-from isthmus.engine.runner import Runner
-from isthmus.engine.sampler import Sampler
+from isthmus.engine.products import bound_product_caches
 from isthmus.errors import ConfigError
 from isthmus.memory import ArenaUsage, Pool
 from isthmus.model.layout import derive
-from isthmus.model.optimize import optimize
 from isthmus.model.source import build_model, resolve
 from isthmus.params import RequestError, SamplingParams
 
@@ -68,22 +67,24 @@ class LLM:
     """
 
     def __init__(self, model: str, **engine_args: Any) -> None:
-        self.config = EngineConfig.build(model=model, **engine_args)
-        if self.config.device != "cpu":
-            raise ConfigError(f"--device {self.config.device} is not supported yet: use cpu")
+        asked = EngineConfig.build(model=model, **engine_args)
+        bound_product_caches()
+        device = resolve_device(asked.device)
+        self.config = asked.on(device, engine_args)
         _warn_of_idle(engine_args, self.config)
         load_format = self.config.model.load_format
         source = resolve(self.config.model.model, load_format=load_format)
         self.name = source.name
         self.tokenizer: Any = source.load_tokenizer()
         self.dtype = _dtype(self.config.model.dtype, source.load_config().dtype)
-        self._model = build_model(source, self.dtype, load_format=load_format)
-        self.layout = derive(self._model, self.config.memory.page_size, str(self.dtype).removeprefix("torch."))
-        self.optimized = optimize(self._model)
+        cache_dtype = CACHE_DTYPES[self.config.memory.kv_cache_dtype] or str(self.dtype).removeprefix("torch.")
+        on_device = build_model(source, self.dtype, load_format=load_format, device=device)
+        self.layout = derive(on_device, self.config.memory.page_size, cache_dtype)
         self.end_token_ids = source.end_token_ids()  # ids after which a text is complete
+        self._backend = backend_on(device, on_device, self.layout, self.config, self.end_token_ids)
         self._names = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
-        arena_bytes = sizing.arena_bytes(self.config.memory, self.layout.groups)
+        arena_bytes = self._backend.arena_bytes()
         walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes)
         self.engine = self._build_engine(*self._pool(arena_bytes, walls))
 
@@ -226,8 +227,10 @@ class LLM:
         most = self.config.memory.max_total_tokens
         kind = "unified" if pool.walls is None else "static"
         entries = sum(len(pool.table(name)) for name in pool.groups)
+        dtype = str(self.dtype).removeprefix("torch.")
         lines = [
-            f"{self.name}: {str(self.dtype).removeprefix('torch.')}, up to {longest:,} tokens, {self.optimized}",
+            f"{self.name}: {dtype} on {self.config.device.device}, up to {longest:,} tokens",
+            self._backend.described,
             f"{kind} arena of {pool.arena_bytes:,} bytes, {pool.null_bytes:,} of them null pages",
             *self.layout.describe().splitlines(),
         ]
@@ -250,12 +253,9 @@ class LLM:
 
     def _build_engine(self, pool: Pool, max_model_len: int) -> Engine:
         config = self.config
-        sampler = Sampler(self.end_token_ids, self.layout.vocab_size)
-        rows = config.scheduler.max_num_seqs
-        runner = Runner(self._model, self.layout, pool.arena_bytes, pool.ids("tokens").capacity, rows, sampler)
         return Engine(
             pool,
-            runner,
+            self._backend.executor(pool, max_model_len),
             self.tokenizer,
             config.scheduler,
             max_model_len=max_model_len,
@@ -266,6 +266,9 @@ class LLM:
         )
 
     def _rebuild(self, pool: Pool, max_model_len: int) -> None:
+        for name in list(self.engine.scheduler.requests):
+            self.engine.abort(name)
+        self._drain()
         del self.engine  # its arena goes first: two might not fit beside each other
         self.engine = self._build_engine(pool, max_model_len)
 
@@ -318,6 +321,13 @@ class LLM:
             for name in names:
                 self.engine.abort(name)
                 self._inboxes.pop(name, None)
+            self._drain()
+
+    def _drain(self) -> None:
+        """Let nothing run on the device when no request is left."""
+        if not self.engine.scheduler.has_work:
+            with _whole_step():
+                self.engine.drain()
 
     def _step(self) -> None:
         """One step for everyone; increments go to the inbox of the call that they belong to."""
@@ -329,7 +339,7 @@ class LLM:
 def _warn_of_idle(given: Collection[str], config: EngineConfig) -> None:
     """A line for each setting that somebody made and that does nothing here."""
     memory = config.memory
-    if "gpu_memory_utilization" in given and config.device == "cpu":
+    if "gpu_memory_utilization" in given and config.device.device == "cpu":
         _log.warning("--gpu-memory-utilization is ignored on a cpu: --pool-bytes sizes the arena")
     if "static_workload" in given and memory.memory == "unified":
         _log.warning("--static-workload is ignored with --memory unified")

@@ -7,11 +7,15 @@ function of all tokens so far (`script`), so every run has one right answer.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from isthmus.engine.step import Sampled, SampleRow, Step
+from isthmus.engine.samples import looks_back
+from isthmus.engine.step import Landed, Sampled, SampleRow, Step
 from isthmus.memory import Frees, Group, Op, Pool, Writes
 
 VOCAB = 97
@@ -54,14 +58,20 @@ class _Mirror:
 class ScriptedExecutor:
     """Implements `Executor` for any pool; `next_token` may replace the script."""
 
+    overlaps = False
+
     def __init__(self, pool: Pool, num_rows: int, next_token: Callable[[Sequence[int]], int] = script) -> None:
         self._pool = pool
         self._next = next_token
         self._mirrors = {name: _Mirror(group, pool) for name, group in pool.groups.items()}
         self._blocks = np.zeros((num_rows, 4096), np.int32)
         self._cached: dict[int, list[int]] = {}  # by row: tokens that went through since its sequence began
-        self.restored: Callable[[int], list[int] | None] | None = None  # tokens that a row's hit stands for, when new
+        self.restored: Callable[[int, int], list[int] | None] | None = None
+        """`(row, past)` -> the tokens that a row's hit stands for, when its sequence is new there."""
         self.steps: list[Step] = []
+
+    def launch(self, step: Step) -> Landed:
+        return Landed(self.run(step))
 
     def run(self, step: Step) -> list[Sampled]:
         self.steps.append(step)
@@ -76,7 +86,7 @@ class ScriptedExecutor:
 
     def _extend(self, row: int, past: int, tokens: list[int], state: int) -> None:
         assert tokens, "a scheduled sequence has at least one token"
-        hit = self.restored(row) if self.restored is not None else None
+        hit = self.restored(row, past) if self.restored is not None else None
         if hit is not None or past == 0:
             self._cached[row] = hit or []
         cached = self._cached[row]
@@ -120,10 +130,65 @@ class ScriptedExecutor:
         owner = int(np.searchsorted(step.query_start, sample.index, side="right")) - 1
         assert sample.row == step.rows[owner]
         assert sample.index == step.query_start[owner + 1] - 1, "logits are of a sequence's last token"
-        tokens = [*sample.prompt, *sample.output]
-        assert self._cached[sample.row] == tokens, "the tokens that went through are not the sequence's"
+        tokens, known = self._cached[sample.row], [*sample.prompt, *sample.output]
+        assert tokens[: len(known)] == known, "the tokens that went through are not the sequence's"
+        assert len(tokens) <= len(known) + 1, "more than one token was not known when the step was planned"
+        assert len(tokens) == len(known) or not looks_back(sample.params), "a choice that cannot be made yet"
         assert sample.position == len(tokens)
+        assert sample.allow_eos == (len(tokens) - len(sample.prompt) >= sample.params.min_tokens)
         return Sampled(self._next(tokens), logprob=-0.5, rank=1)
+
+
+class Runs(Protocol):
+    """What `Overlapping` wraps: a scripted executor, or the runner."""
+
+    def run(self, step: Step) -> list[Sampled]: ...
+
+
+class Overlapping:
+    """Implements `Executor` one step ahead of its results, as a GPU is, with an executor that runs at once.
+
+    It keeps what every row sampled last, puts it where a step says -1, and hands results over in order, not before it
+    was asked. Two launches may be out.
+    """
+
+    overlaps = True
+
+    def __init__(self, inner: Runs) -> None:
+        self.inner = inner
+        self.out: deque[_Late] = deque()  # launched, not waited for
+        self.launches = 0
+        self.fed_back = 0  # tokens that no host knew when they went in
+        self._last: dict[int, int] = {}  # by row: what it sampled in the step before
+
+    def launch(self, step: Step) -> _Late:
+        self.launches += 1
+        assert len(self.out) < 2, "a third step was launched before the results of the first were taken"
+        results = self.inner.run(dataclasses.replace(step, tokens=self._resolve(step)))
+        self._last = {row.row: result.token_id for row, result in zip(step.samples, results, strict=False)}
+        self.out.append(_Late(self, results))
+        return self.out[-1]
+
+    def _resolve(self, step: Step) -> np.ndarray:
+        tokens = step.tokens.copy()
+        for i in np.flatnonzero(tokens == -1).tolist():
+            row = int(step.rows[np.searchsorted(step.query_start, i, side="right") - 1])
+            assert row in self._last, f"row {row} sampled nothing in the step before"
+            tokens[i] = max(0, self._last[row])  # any id will do where there was a problem
+            self.fed_back += 1
+        return tokens
+
+
+@dataclasses.dataclass(eq=False)
+class _Late:
+    """Implements `Launched`."""
+
+    owner: Overlapping
+    results: list[Sampled]
+
+    def wait(self) -> list[Sampled]:
+        assert self.owner.out.popleft() is self, "results are taken in the order of the launches, once"
+        return self.results
 
 
 def _digest(tokens: Sequence[int]) -> int:

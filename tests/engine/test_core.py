@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,11 +12,11 @@ from tokenizers import Tokenizer
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.core import Engine
 from isthmus.engine.output import RequestOutput
-from isthmus.engine.step import Logprob, Sampled, Step
+from isthmus.engine.step import Launched, Logprob, Sampled, Step
 from isthmus.errors import IsthmusError
 from isthmus.memory import Group, Pool, opaque_spec
 from isthmus.params import RequestError, SamplingParams
-from tests.engine.scripted import ScriptedExecutor
+from tests.engine.scripted import Overlapping, ScriptedExecutor
 from tests.engine.toy_tokenizers import byte_level, llama, token_id
 
 Executor = Callable[[Pool], Any]
@@ -35,8 +36,33 @@ class Answers(ScriptedExecutor):
         ]
 
 
-def engine_for(
-    tokenizer: Tokenizer, text: str, prompt: str = "the cat", *, prefix_caching: bool = False
+class EngineFor(Protocol):
+    """`build`, with steps one at a time or overlapped."""
+
+    def __call__(
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        prompt: str = "the cat",
+        *,
+        prefix_caching: bool = False,
+        answers: type[Answers] = Answers,
+    ) -> tuple[Engine, list[int]]: ...
+
+
+@pytest.fixture(params=[False, True], ids=["one at a time", "overlapped"])
+def engine_for(request: pytest.FixtureRequest) -> EngineFor:
+    return functools.partial(build, overlap=request.param)
+
+
+def build(
+    tokenizer: Tokenizer,
+    text: str,
+    prompt: str = "the cat",
+    *,
+    prefix_caching: bool = False,
+    overlap: bool = False,
+    answers: type[Answers] = Answers,
 ) -> tuple[Engine, list[int]]:
     """An engine whose model answers `text` and then the end token; the prompt's ids."""
     pool = Pool(
@@ -47,10 +73,10 @@ def engine_for(
     whole = tokenizer.encode(prompt + text).ids
     assert whole[: len(prompt_ids)] == prompt_ids
     eos = token_id(tokenizer, "<eos>")
-    executor = Answers(pool, len(prompt_ids), [*whole[len(prompt_ids) :], eos])
+    executor = answers(pool, len(prompt_ids), [*whole[len(prompt_ids) :], eos])
     engine = Engine(
         pool,
-        executor,
+        Overlapping(executor) if overlap else executor,
         tokenizer,
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         max_model_len=200,
@@ -80,9 +106,11 @@ def run(engine: Engine) -> tuple[dict[str, RequestOutput], dict[str, list[Reques
     return merged, pieces
 
 
-@pytest.mark.parametrize("build", [byte_level, llama])
-def test_increments_add_up_to_the_answer_and_the_end_token_is_no_text(build: Callable[[], Tokenizer]) -> None:
-    tokenizer = build()
+@pytest.mark.parametrize("make", [byte_level, llama])
+def test_increments_add_up_to_the_answer_and_the_end_token_is_no_text(
+    make: Callable[[], Tokenizer], engine_for: EngineFor
+) -> None:
+    tokenizer = make()
     text = " the cat ä한🙂. the"
     engine, prompt = engine_for(tokenizer, text)
     engine.add_request("a", prompt, SamplingParams(max_tokens=100), prompt="the cat")
@@ -97,7 +125,9 @@ def test_increments_add_up_to_the_answer_and_the_end_token_is_no_text(build: Cal
 
 
 @pytest.mark.parametrize(("include", "want"), [(False, " a ca"), (True, " a cat")])
-def test_a_stop_string_inside_a_token_cuts_the_text_and_frees_the_pages(include: bool, want: str) -> None:
+def test_a_stop_string_inside_a_token_cuts_the_text_and_frees_the_pages(
+    include: bool, want: str, engine_for: EngineFor
+) -> None:
     engine, prompt = engine_for(byte_level(), " a cat the mat")
     stop = SamplingParams(max_tokens=100, stop=["mat", "t"], include_stop_str_in_output=include)
     engine.add_request("a", prompt, stop)
@@ -108,7 +138,7 @@ def test_a_stop_string_inside_a_token_cuts_the_text_and_frees_the_pages(include:
     assert merged["b"].outputs[0].text == " a cat the mat"
 
 
-def test_a_stop_string_completed_by_the_last_token_allowed_is_still_the_reason() -> None:
+def test_a_stop_string_completed_by_the_last_token_allowed_is_still_the_reason(engine_for: EngineFor) -> None:
     engine, prompt = engine_for(byte_level(), "abcdef")
     engine.add_request("a", prompt, SamplingParams(max_tokens=3, stop=["bc"]))
     engine.add_request("b", prompt, SamplingParams(max_tokens=3, stop=["cd"]))
@@ -117,7 +147,7 @@ def test_a_stop_string_completed_by_the_last_token_allowed_is_still_the_reason()
     assert [(o.text, o.finish_reason, o.stop_reason) for o in merged["b"].outputs] == [("abc", "length", None)]
 
 
-def test_a_stop_token_is_in_the_ids_and_in_the_text_only_when_asked_for() -> None:
+def test_a_stop_token_is_in_the_ids_and_in_the_text_only_when_asked_for(engine_for: EngineFor) -> None:
     tokenizer = byte_level()
     stop = tokenizer.encode("d").ids
     for include, want in ((False, "abc"), (True, "abcd")):
@@ -129,7 +159,7 @@ def test_a_stop_token_is_in_the_ids_and_in_the_text_only_when_asked_for() -> Non
         assert answer.token_ids[-1] == stop[0]
 
 
-def test_n_continuations_end_on_their_own_and_the_request_with_the_last() -> None:
+def test_n_continuations_end_on_their_own_and_the_request_with_the_last(engine_for: EngineFor) -> None:
     engine, prompt = engine_for(byte_level(), "abc")
     engine.add_request("a", prompt, SamplingParams(n=3, max_tokens=10))
     merged, pieces = run(engine)
@@ -137,7 +167,7 @@ def test_n_continuations_end_on_their_own_and_the_request_with_the_last() -> Non
     assert sum(piece.finished for piece in pieces["a"]) == 1
 
 
-def test_logprobs_name_the_chosen_token_first_and_add_up() -> None:
+def test_logprobs_name_the_chosen_token_first_and_add_up(engine_for: EngineFor) -> None:
     tokenizer = byte_level()
     engine, prompt = engine_for(tokenizer, "abc")
     engine.add_request("a", prompt, SamplingParams(max_tokens=2, logprobs=2))
@@ -150,7 +180,7 @@ def test_logprobs_name_the_chosen_token_first_and_add_up() -> None:
     assert [entry.rank for entry in answer.logprobs[0].values()] == [3, 1, 2]
 
 
-def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued() -> None:
+def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued(engine_for: EngineFor) -> None:
     engine, prompt = engine_for(byte_level(), "abc")
     size = byte_level().get_vocab_size()
     for ids, params, name in (
@@ -165,7 +195,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued() 
 
 
 @pytest.mark.parametrize("strange", [1.0, True, "1", None])
-def test_what_is_no_token_id_is_refused_and_nothing_is_queued(strange: Any) -> None:
+def test_what_is_no_token_id_is_refused_and_nothing_is_queued(strange: Any, engine_for: EngineFor) -> None:
     engine, prompt = engine_for(byte_level(), "abc")
     with pytest.raises(RequestError, match=r"^the prompt has .* where a token id is due"):
         engine.add_request("a", [*prompt, strange], SamplingParams())
@@ -174,7 +204,9 @@ def test_what_is_no_token_id_is_refused_and_nothing_is_queued(strange: Any) -> N
     assert run(engine)[0]["a"].outputs[0].text == "ab"
 
 
-def test_a_request_whose_text_cannot_be_spelled_is_not_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_text_cannot_be_spelled_is_not_queued(
+    monkeypatch: pytest.MonkeyPatch, engine_for: EngineFor
+) -> None:
     engine, prompt = engine_for(byte_level(), "abc")
     with monkeypatch.context() as patch:
         patch.setattr(engine.decoder, "decode", lambda *args, **more: 1 / 0)
@@ -197,11 +229,9 @@ class NoNumbers(Answers):
 
 
 def test_a_sequence_without_a_token_ends_with_the_reason_and_the_others_go_on(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, engine_for: EngineFor
 ) -> None:
-    engine, prompt = engine_for(byte_level(), "abcdef")
-    eos = token_id(byte_level(), "<eos>")
-    engine.executor = NoNumbers(engine.pool, len(prompt), [*byte_level().encode("abcdef").ids, eos])
+    engine, prompt = engine_for(byte_level(), "abcdef", answers=NoNumbers)
     for name in ("a", "b", "c"):
         engine.add_request(name, prompt, SamplingParams(max_tokens=10, stop=["bz"], logprobs=0))
     merged, _ = run(engine)
@@ -217,12 +247,13 @@ def test_a_sequence_without_a_token_ends_with_the_reason_and_the_others_go_on(
 
 @pytest.mark.parametrize("problem", ["not a number", None])
 def test_pages_computed_before_a_problem_are_not_given_to_later_requests(
-    problem: str | None, monkeypatch: pytest.MonkeyPatch
+    problem: str | None, monkeypatch: pytest.MonkeyPatch, engine_for: EngineFor
 ) -> None:
     engine, prompt = engine_for(byte_level(), "abc", "the cat sat on the mat and the mat", prefix_caching=True)
     with monkeypatch.context() as patch:
         if problem is not None:
-            patch.setattr(engine.executor, "_sample", lambda *args: Sampled(-1, -1.0, 1, problem=problem))
+            scripted = engine.executor.inner if isinstance(engine.executor, Overlapping) else engine.executor
+            patch.setattr(scripted, "_sample", lambda *args: Sampled(-1, -1.0, 1, problem=problem))
         engine.add_request("a", prompt, SamplingParams())
         while engine.has_work:
             engine.step()
@@ -230,7 +261,7 @@ def test_pages_computed_before_a_problem_are_not_given_to_later_requests(
     assert (len(engine.scheduler.cache) == 0) == (problem is not None)
 
 
-def test_an_aborted_request_says_nothing_more_and_its_name_is_free_again() -> None:
+def test_an_aborted_request_says_nothing_more_and_its_name_is_free_again(engine_for: EngineFor) -> None:
     engine, prompt = engine_for(byte_level(), "abcdefgh")
     engine.add_request("a", prompt, SamplingParams(max_tokens=10))
     engine.add_request("b", prompt, SamplingParams(max_tokens=10))
@@ -243,7 +274,7 @@ def test_an_aborted_request_says_nothing_more_and_its_name_is_free_again() -> No
     assert run(engine)[0]["a"].outputs[0].text == "ab"
 
 
-def test_an_engine_whose_executor_failed_refuses_to_go_on() -> None:
+def test_an_engine_whose_executor_failed_refuses_to_go_on(engine_for: EngineFor) -> None:
     engine, prompt = engine_for(byte_level(), "abc")
     engine.add_request("a", prompt, SamplingParams())
     engine.executor = Broken()
@@ -256,12 +287,14 @@ def test_an_engine_whose_executor_failed_refuses_to_go_on() -> None:
 
 
 @pytest.mark.parametrize("what", ["_settle", "_score"])
-def test_an_error_after_the_executor_ends_the_engine_as_well(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_executor_ends_the_engine_as_well(
+    what: str, monkeypatch: pytest.MonkeyPatch, engine_for: EngineFor
+) -> None:
     engine, prompt = engine_for(byte_level(), "abc")
     engine.add_request("a", prompt, SamplingParams())
     monkeypatch.setattr(engine, what, lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        engine.step()
+        run(engine)
     with pytest.raises(IsthmusError, match="stopped after an error"):
         engine.step()
 
@@ -269,5 +302,7 @@ def test_an_error_after_the_executor_ends_the_engine_as_well(what: str, monkeypa
 class Broken:
     """An executor whose device is gone."""
 
-    def run(self, step: Step) -> list[Sampled]:
+    overlaps = False
+
+    def launch(self, step: Step) -> Launched:
         raise ZeroDivisionError

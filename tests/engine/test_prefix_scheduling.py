@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.scheduler import Event
 from isthmus.engine.sequence import Request, Status
 from isthmus.engine.step import Step
 from isthmus.params import SamplingParams
 from tests.engine.scripted import VOCAB
-from tests.engine.test_scheduler import SHAPES, World
+from tests.engine.test_scheduler import BOTH, SHAPES, World
 
 PAGE = 4
 Int32 = NDArray[np.int32]
@@ -24,23 +25,34 @@ class WarmWorld(World):
     """A world whose sequences may start from what others left."""
 
     spare = 2  # the boundary that the cache wants kept, before and after a chunk
+    prefix_caching = True
 
-    def __init__(self, shape: str, page_size: int, room_for: int, length: int, seqs: int = 6, budget: int = 24) -> None:
-        super().__init__(shape, page_size, room_for, length, seqs, budget)
-        self.scheduler = Scheduler(self.pool, self.config, max_model_len=length + 1, prefix_caching=True)
+    def __init__(
+        self,
+        shape: str,
+        page_size: int,
+        room_for: int,
+        length: int,
+        seqs: int = 6,
+        budget: int = 24,
+        *,
+        overlap: bool = False,
+        eos: Collection[int] = (),
+    ) -> None:
+        super().__init__(shape, page_size, room_for, length, seqs, budget, overlap=overlap, eos=eos)
         self.executor.restored = self.restored
         self.ran: dict[int, tuple[str, int, int]] = {}  # by row: whose run it executed last
         self.hit_tokens = 0
 
-    def restored(self, row: int) -> list[int] | None:
+    def restored(self, row: int, past: int) -> list[int] | None:
         """What a row has cached when its sequence runs for the first time since it started; None later."""
         sequence = next(s for s in self.scheduler.running if s.row == row)
         key = (sequence.request.request_id, sequence.index, sequence.request.receipt.preemptions)
         if self.ran.get(row) == key:
             return None
         self.ran[row] = key
-        self.hit_tokens += sequence.past
-        return sequence.tokens(0, sequence.past)
+        self.hit_tokens += past
+        return sequence.tokens(0, past)
 
     def ask(self, tokens: list[int], output: int, salt: str | None = None, n: int = 1) -> Request:
         params = SamplingParams(max_tokens=output, n=n)
@@ -70,10 +82,20 @@ class WarmWorld(World):
             private[space] = held[held > 0]
         cache.check(private)
 
-    def step(self) -> Step:
-        step = super().step()
+    def plan(self) -> Step | None:
+        step = super().plan()
         self.check_cache()
         return step
+
+    def land(self) -> list[Event]:
+        events = super().land()
+        self.check_cache()
+        return events
+
+    def serve(self) -> None:
+        """Until nothing is left to do; what is cached stays."""
+        while self.has_work:
+            self.advance()
 
     def assert_empty(self) -> None:
         """What is left is the cache's, and goes when it is reset."""
@@ -89,16 +111,15 @@ def prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
+@BOTH
 @pytest.mark.parametrize("shape", CHAINED)
-def test_a_repeated_prompt_is_restored_up_to_its_last_boundary(shape: str) -> None:
-    world = WarmWorld(shape, PAGE, room_for=8, length=120)
+def test_a_repeated_prompt_is_restored_up_to_its_last_boundary(shape: str, overlap: bool) -> None:
+    world = WarmWorld(shape, PAGE, room_for=8, length=120, overlap=overlap)
     tokens = prompt(random.Random(1), 41)
     world.ask(tokens, 3)
-    while world.scheduler.has_work:
-        world.step()
+    world.serve()
     warm = world.ask(tokens, 3)
-    while world.scheduler.has_work:
-        world.step()
+    world.serve()
     assert warm.receipt.cached_tokens == 40
     assert warm.receipt.cut_by is None
     assert set(warm.receipt.restorable.values()) == {40}
@@ -106,17 +127,17 @@ def test_a_repeated_prompt_is_restored_up_to_its_last_boundary(shape: str) -> No
     world.assert_answers()
 
 
+@BOTH
 @pytest.mark.parametrize("shape", CHAINED)
-def test_a_branch_is_restored_from_the_third_prompt_on(shape: str) -> None:
+def test_a_branch_is_restored_from_the_third_prompt_on(shape: str, overlap: bool) -> None:
     """The second prompt finds where it leaves the first; windows and states exist there only afterwards."""
-    world = WarmWorld(shape, PAGE, room_for=10, length=160, budget=200)
+    world = WarmWorld(shape, PAGE, room_for=10, length=160, budget=200, overlap=overlap)
     rng = random.Random(2)
     shared = prompt(rng, 80)
     receipts = []
     for _ in range(3):
         request = world.ask(shared + prompt(rng, 30), 2)
-        while world.scheduler.has_work:
-            world.step()
+        world.serve()
         receipts.append(request.receipt)
     assert receipts[0].cached_tokens == 0
     assert receipts[1].known_tokens == 80
@@ -128,23 +149,24 @@ def test_a_branch_is_restored_from_the_third_prompt_on(shape: str) -> None:
     world.assert_answers()
 
 
+@BOTH
 @pytest.mark.parametrize("shape", CHAINED)
-def test_continuations_of_one_request_share_its_prompt(shape: str) -> None:
-    world = WarmWorld(shape, PAGE, room_for=8, length=90)
+def test_continuations_of_one_request_share_its_prompt(shape: str, overlap: bool) -> None:
+    world = WarmWorld(shape, PAGE, room_for=8, length=90, overlap=overlap)
     world.ask(prompt(random.Random(3), 42), 5, n=4)
     world.finish()
     world.assert_answers()
     assert world.hit_tokens == 3 * 40
 
 
+@BOTH
 @pytest.mark.parametrize("shape", CHAINED)
-def test_salts_keep_tenants_apart(shape: str) -> None:
-    world = WarmWorld(shape, PAGE, room_for=8, length=90)
+def test_salts_keep_tenants_apart(shape: str, overlap: bool) -> None:
+    world = WarmWorld(shape, PAGE, room_for=8, length=90, overlap=overlap)
     tokens = prompt(random.Random(4), 30)
     for salt, cached in ((None, 0), ("a", 0), ("b", 0), ("a", 28)):
         request = world.ask(tokens, 2, salt)
-        while world.scheduler.has_work:
-            world.step()
+        world.serve()
         assert request.receipt.cached_tokens == cached
     world.finish()
 
@@ -161,12 +183,14 @@ def test_a_preempted_sequence_comes_back_to_what_it_left(shape: str) -> None:
     assert world.hit_tokens >= 40
 
 
+@BOTH
 @pytest.mark.parametrize("shape", CHAINED)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_traffic_in_pools_of_every_tightness(shape: str, seed: int) -> None:
+def test_random_traffic_in_pools_of_every_tightness(shape: str, seed: int, overlap: bool) -> None:
     rng = random.Random(f"{shape}{seed}")
     page_size = rng.choice([1, 2, 4, 16])
-    world = WarmWorld(shape, page_size, rng.choice([1, 2, 4]), length=90, seqs=rng.choice([1, 3, 6]))
+    rows = rng.choice([1, 3, 6])
+    world = WarmWorld(shape, page_size, rng.choice([1, 2, 4]), length=90, seqs=rows, overlap=overlap, eos=[3, 50])
     roots = [prompt(rng, rng.randrange(1, 45)) for _ in range(3)]
     for _ in range(200):
         draw = rng.random()
@@ -184,16 +208,17 @@ def test_random_traffic_in_pools_of_every_tightness(shape: str, seed: int) -> No
             world.pool.compact()
         elif draw < 0.41:
             world.scheduler.reset_prefix_cache()
-        elif world.scheduler.has_work:
-            world.step()
+        elif world.has_work:
+            world.advance()
         world.pool.check()
         world.check_cache()
     world.finish()
     world.assert_answers()
 
 
-def test_hits_do_happen_in_random_traffic_and_pages_are_evicted() -> None:
-    world = WarmWorld("full+window", 4, room_for=2, length=90)
+@BOTH
+def test_hits_do_happen_in_random_traffic_and_pages_are_evicted(overlap: bool) -> None:
+    world = WarmWorld("full+window", 4, room_for=2, length=90, overlap=overlap)
     rng = random.Random(0)
     root = prompt(rng, 40)
     for _ in range(40):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Collection
 
 import pytest
 
 from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
-from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.samples import looks_back
+from isthmus.engine.scheduler import Event, Scheduler
 from isthmus.engine.sequence import Request, Sequence, Status, sequence_seed
-from isthmus.engine.step import Step
+from isthmus.engine.step import Executor, Launched, Step
 from isthmus.memory import Group, Pool, opaque_spec
 from isthmus.params import RequestError, SamplingParams
-from tests.engine.scripted import VOCAB, ScriptedExecutor, expected
+from tests.engine.scripted import VOCAB, Overlapping, ScriptedExecutor, expected
 
 
 def groups(page_size: int, *kinds: tuple[str, int]) -> list[Group]:
@@ -40,17 +43,34 @@ SHAPES = {
 
 
 class World:
-    """A scheduler, its executor, and the checks after every operation."""
+    """A scheduler, its executor, and the checks after every operation. `overlap`: steps are launched one ahead."""
 
     spare = 0  # pages of a window group that a sequence may hold beyond what it reads
+    prefix_caching = False
 
-    def __init__(self, shape: str, page_size: int, room_for: int, length: int, seqs: int = 6, budget: int = 24) -> None:
+    def __init__(
+        self,
+        shape: str,
+        page_size: int,
+        room_for: int,
+        length: int,
+        seqs: int = 6,
+        budget: int = 24,
+        *,
+        overlap: bool = False,
+        eos: Collection[int] = (),
+    ) -> None:
         members = groups(page_size, *SHAPES[shape])
         arena = room_for * capacity.peak_bytes({g.name: g for g in members}, length) + 4 * 480
         self.pool = Pool(arena, members)
         self.config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget)
-        self.scheduler = Scheduler(self.pool, self.config, max_model_len=length + 1)
+        self.eos = eos
+        self.scheduler = Scheduler(
+            self.pool, self.config, max_model_len=length + 1, eos_token_ids=eos, prefix_caching=self.prefix_caching
+        )
         self.executor = ScriptedExecutor(self.pool, seqs)
+        self.device: Executor = Overlapping(self.executor) if overlap else self.executor
+        self.flights: deque[tuple[Step, Launched]] = deque()
         self.requests: list[Request] = []
 
     def add(self, prompt: int, output: int, **params: object) -> Request:
@@ -61,23 +81,61 @@ class World:
         self.requests.append(request)
         return request
 
-    def step(self) -> Step:
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.flights)
+
+    def plan(self) -> Step | None:
+        """Schedule and launch, if there is anything to do."""
+        waits = self.waits_for_a_flight()
         step = self.scheduler.schedule()
-        assert step is not None
-        self.check_step(step)
-        self.scheduler.settle(step, self.executor.run(step))
-        self.pool.check()
+        if step is None:
+            assert self.flights, "nothing to do, and nothing to wait for"
+            self.pool.check()
+        else:
+            self.check_step(step, oldest=not waits)
+            self.flights.append((step, self.device.launch(step)))
         return step
+
+    def land(self) -> list[Event]:
+        """Settle the oldest flight."""
+        step, launched = self.flights.popleft()
+        events = self.scheduler.settle(step, launched.wait())
+        self.pool.check()
+        return events
+
+    def advance(self) -> None:
+        """What an engine does in a step."""
+        step = self.plan() if self.scheduler.has_work and len(self.flights) < 2 else None
+        if step is None or not self.device.overlaps or len(self.flights) > 1:
+            self.land()
+
+    def step(self) -> Step:
+        """A step without overlap."""
+        assert not self.device.overlaps
+        step = self.plan()
+        assert step is not None
+        self.land()
+        return step
+
+    def waits_for_a_flight(self) -> bool:
+        """Does the oldest sequence have to sit out until its pending token is here?"""
+        oldest = self.oldest()
+        return oldest.has_pending and (
+            oldest.status is not Status.RUNNING or oldest.is_complete or looks_back(oldest.request.params)
+        )
 
     def oldest(self) -> Sequence:
         live = [s for r in self.scheduler.requests.values() for s in r.sequences if s.status is not Status.FINISHED]
         return min(live, key=lambda s: s.order)
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, step: Step, *, oldest: bool = True) -> None:
         self.pool.check()
         assert 1 <= len(step.tokens) <= self.config.max_num_batched_tokens
         assert len(step.rows) == len(set(step.rows.tolist())) <= self.config.max_num_seqs
-        if self.oldest().status is Status.RUNNING or len(self.scheduler.running) < self.config.max_num_seqs:
+        if oldest and (
+            self.oldest().status is Status.RUNNING or len(self.scheduler.running) < self.config.max_num_seqs
+        ):
             assert self.oldest().row in step.rows.tolist(), "the oldest sequence is not in the step"
         for name, group in self.pool.groups.items():
             if group.window is not None:
@@ -91,10 +149,10 @@ class World:
 
     def finish(self, most_steps: int = 20_000) -> None:
         for _ in range(most_steps):
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 break
-            self.step()
-        assert not self.scheduler.has_work, "the schedule does not end"
+            self.advance()
+        assert not self.has_work, "the schedule does not end"
         self.assert_empty()
 
     def assert_empty(self) -> None:
@@ -106,11 +164,16 @@ class World:
     def assert_answers(self) -> None:
         for request in self.requests:
             for sequence in request.sequences:
-                assert sequence.finish_reason in ("length", "abort")
                 want = expected(request.prompt_token_ids, sequence.limit)
+                end = next((i + 1 for i, token in enumerate(want) if token in self.eos), None)
                 if sequence.finish_reason == "abort":
                     want = want[: len(sequence.output)]
-                assert sequence.output == want
+                else:
+                    assert sequence.finish_reason == ("length" if end is None else "stop")
+                assert sequence.output == want[:end]
+
+
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["one at a time", "overlapped"])
 
 
 def drain(scheduler: Scheduler, executor: ScriptedExecutor) -> None:
@@ -122,20 +185,24 @@ def drain(scheduler: Scheduler, executor: ScriptedExecutor) -> None:
         scheduler.pool.check()
 
 
+@BOTH
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_full_pool_gives_every_request_its_tokens(shape: str, page_size: int) -> None:
-    world = World(shape, page_size, room_for=8, length=120)
+def test_a_full_pool_gives_every_request_its_tokens(shape: str, page_size: int, overlap: bool) -> None:
+    world = World(shape, page_size, room_for=8, length=120, overlap=overlap)
     for i in range(12):
         world.add(1 + (i * 17) % 70, 1 + (i * 7) % 40)
     world.finish()
     world.assert_answers()
 
 
+@BOTH
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_pool_for_one_and_a_half_preempts_and_still_finishes_everyone(shape: str, page_size: int) -> None:
-    world = World(shape, page_size, room_for=1, length=80)
+def test_a_pool_for_one_and_a_half_preempts_and_still_finishes_everyone(
+    shape: str, page_size: int, overlap: bool
+) -> None:
+    world = World(shape, page_size, room_for=1, length=80, overlap=overlap)
     for i in range(8):
         world.add(5 + (i * 13) % 40, 40)
     world.finish()
@@ -144,16 +211,20 @@ def test_a_pool_for_one_and_a_half_preempts_and_still_finishes_everyone(shape: s
         assert world.scheduler.counters.preemptions > 0, "the pool is not tight enough to test anything"
 
 
+@BOTH
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_with_aborts_and_preemptions(shape: str, seed: int) -> None:
+def test_random_traffic_with_aborts_and_preemptions(shape: str, seed: int, overlap: bool) -> None:
     rng = random.Random(f"{shape}{seed}")
     page_size = rng.choice([1, 2, 4, 16])
-    world = World(shape, page_size, rng.choice([1, 2, 4]), length=90, seqs=rng.choice([1, 3, 6]))
+    rows = rng.choice([1, 3, 6])
+    world = World(shape, page_size, rng.choice([1, 2, 4]), length=90, seqs=rows, overlap=overlap, eos=[3, 50])
     for _ in range(150):
         draw = rng.random()
         if draw < 0.25:
-            world.add(rng.randrange(1, 50), rng.randrange(1, 40), n=rng.choice([1, 1, 2, 3]))
+            penalty = rng.choice([0.0, 0.0, 0.5])
+            n = rng.choice([1, 1, 2, 3])
+            world.add(rng.randrange(1, 50), rng.randrange(1, 40), n=n, presence_penalty=penalty)
         elif draw < 0.32 and world.requests:
             request = rng.choice(world.requests)
             alive = any(s.status is not Status.FINISHED for s in request.sequences)
@@ -162,21 +233,22 @@ def test_random_traffic_with_aborts_and_preemptions(shape: str, seed: int) -> No
             world.scheduler.preempt(rng.choice(world.scheduler.running))
         elif draw < 0.40:
             world.pool.compact()
-        elif world.scheduler.has_work:
-            world.step()
+        elif world.has_work:
+            world.advance()
         world.pool.check()
     world.finish()
     world.assert_answers()
 
 
+@BOTH
 @pytest.mark.parametrize("shape", SHAPES)
-def test_preempting_everyone_at_every_other_step_changes_no_token(shape: str) -> None:
-    world = World(shape, 4, room_for=6, length=60)
+def test_preempting_everyone_at_every_other_step_changes_no_token(shape: str, overlap: bool) -> None:
+    world = World(shape, 4, room_for=6, length=60, overlap=overlap)
     for i in range(5):
         world.add(3 + 7 * i, 12)
-    while world.scheduler.has_work:
-        world.step()
-        world.step() if world.scheduler.has_work else None
+    while world.has_work:
+        world.advance()
+        world.advance() if world.has_work else None
         if sum(len(s.output) for r in world.requests for s in r.sequences) % 3 == 0:
             for sequence in list(world.scheduler.running)[1:]:
                 world.scheduler.preempt(sequence)
@@ -194,25 +266,26 @@ def test_abort_gives_back_every_byte_of_every_kind_at_once(shape: str, state: st
             world.step()
     if state == "preempted":
         world.scheduler.preempt(request.sequences[0])
-    step = world.scheduler.schedule() if state == "in flight" else None
+    if state == "in flight":
+        world.plan()
     assert world.scheduler.abort(request.request_id)
     world.assert_empty()
-    if step is not None:
-        assert world.scheduler.settle(step, world.executor.run(step)) == []
+    if state == "in flight":
+        assert world.land() == []
     assert [s.finish_reason for s in request.sequences] == ["abort", "abort"]
     assert not world.scheduler.abort(request.request_id)
     world.add(30, 5)
     world.finish()
 
 
-def test_a_step_preempted_in_flight_counts_nothing_and_is_computed_again() -> None:
+def test_what_a_step_sampled_is_kept_when_its_sequence_was_preempted_meanwhile() -> None:
     world = World("full+window", 4, room_for=2, length=40)
     request = world.add(10, 6)
     world.step()
-    step = world.scheduler.schedule()
-    assert step is not None
+    world.plan()
     world.scheduler.preempt(request.sequences[0])
-    assert world.scheduler.settle(step, world.executor.run(step)) == []
+    assert [event.sequence for event in world.land()] == request.sequences
+    assert len(request.sequences[0].output) == 2
     assert request.sequences[0].past == 0
     world.finish()
     world.assert_answers()

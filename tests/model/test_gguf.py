@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_a_second_conversion_does_nothing_and_a_changed_file_is_another_model(
     assert convert_gguf(path) != first
 
 
+def test_the_same_file_is_the_same_model_wherever_and_whenever_it_was_installed(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"))
+    first = convert_gguf(path)
+    (tmp_path / "another environment").mkdir()
+    copy = shutil.copyfile(path, tmp_path / "another environment" / "m.gguf")
+    os.utime(copy, (0, 0))
+    assert convert_gguf(copy) == first
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1  # one bit of one weight
+    copy.write_bytes(data)
+    assert convert_gguf(copy) != first
+
+
 def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +171,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "_write_tokenizer", interrupt)
+        patch.setattr(convert, "write_tokenizer", interrupt)
         with pytest.raises(KeyboardInterrupt):
             convert_gguf(path)
     assert not [entry for entry in cache_root().iterdir() if entry.is_dir()]

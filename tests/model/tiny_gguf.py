@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 MODEL_TYPES = {"gemma2": "gemma2", "gemma3": "gemma3_text", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 VOCABULARY = 288
 WINDOW = 8
+_PRE_TOKENIZERS = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
 
 _COMMON_NAMES = {
     "input_layernorm": "attn_norm",
@@ -61,9 +62,9 @@ def write_gguf(
     extra_tensors: dict[str, npt.NDArray[np.float32]] | None = None,
     leave_out: str = "",
     metadata: dict[str, Any] | None = None,
-    pre: str = "default",
+    pre: str | None = None,
 ) -> Path:
-    """Write a model as a GGUF file: matrices as `kind`, vectors as float32."""
+    """Write a model as a GGUF file: matrices as `kind`, vectors as float32; `pre` None: the architecture's own."""
     config = model.config
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -86,7 +87,7 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(key, value)
-    _add_tokenizer(writer, architecture, pre)
+    _add_tokenizer(writer, architecture, pre or _PRE_TOKENIZERS.get(architecture, "default"))
     for name, tensor in model.state_dict().items():
         stored = stored_name(name, architecture)
         if (stored == "output.weight" and config.tie_word_embeddings) or stored == leave_out:
@@ -126,6 +127,28 @@ def stored_values(
     return values
 
 
+def byte_letters() -> list[str]:
+    """The 256 letters in which byte-level tokenizers write bytes: printable ones first, then stand-ins."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+
+
+def write_vocabulary(path: Path, architecture: str, metadata: dict[str, Any]) -> Path:
+    """Write a GGUF file that holds a tokenizer and no tensors: `metadata` by the keys after `tokenizer.`."""
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(f"tokenizer.{key}", value)
+        else:
+            add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            add[type(value)](f"tokenizer.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _add_tokenizer(writer: GGUFWriter, architecture: str, pre: str) -> None:
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     if architecture in ("gemma2", "gemma3"):
@@ -134,9 +157,7 @@ def _add_tokenizer(writer: GGUFWriter, architecture: str, pre: str) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([0.0] * 4 + [0.0] * 256 + [-float(i) for i in range(VOCABULARY - 260)])
     else:
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        pieces = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))] + ["ĠĠ", "ab", "Ġa"]
+        pieces = [*byte_letters(), "ĠĠ", "ab", "Ġa"]
         types = [TokenType.NORMAL] * len(pieces)
         writer.add_tokenizer_model("gpt2")
         writer.add_token_merges(["Ġ Ġ", "a b", "Ġ a"])

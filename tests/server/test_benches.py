@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.bench.load import Answer, Ask
 from isthmus.bench.serve import summary
-from isthmus.bench.soak import _wrong
+from isthmus.bench.soak import _growth, _wrong
 from tests.model.tiny_gguf import tiny_model, write_gguf
 from tests.server.running import Server
 from tests.test_cli import run
@@ -79,3 +79,12 @@ def test_a_soak_notices_missing_tokens_and_ends() -> None:
     assert _wrong(ask, Answer(0.0, tokens=2, done=1)) == "2 tokens instead of 3"
     assert _wrong(ask, Answer(0.0, tokens=3, done=2)) == "2 times [DONE]"
     assert _wrong(ask, Answer(0.0, tokens=1, hung_up=True)) is None
+
+
+def test_growth_is_that_of_each_process_without_the_arena() -> None:
+    """The arena fills with cached prefixes, and that is no leak."""
+    rounds = [
+        {"resident_bytes": {"front": front, "engine": engine}, "arena_bytes": arena}
+        for front, engine, arena in ((90, 500, 50), (100, 1100, 100), (150, 1300, 200), (110, 1400, 300))
+    ]
+    assert _growth(rounds) == {"front": 1.1, "engine": 1.1}

@@ -1,4 +1,4 @@
-"""lm-eval gives a model the same scores over HTTP as it gives Transformers directly."""
+"""lm-eval gives a model the same scores over HTTP as with its own Transformers backend."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.server.running import Server
 
 lm_eval = pytest.importorskip("lm_eval")
 
-from lm_eval.api.model import TemplateLM  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -22,49 +20,6 @@ QUESTIONS = [
     {"question": f"{a} {b}", "choices": [" sat", " the mat", " ä", " cat."], "answer": i % 4}
     for i, (a, b) in enumerate((a, b) for a in ("the cat", "a mat", "Der Bär", "x = ") for b in ("is", "on", "und"))
 ]
-
-
-class Reference(TemplateLM):  # type: ignore[misc]
-    """Transformers, one request at a time, as the harness asks its own backends."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    @property
-    def eot_token_id(self) -> int:
-        return int(self._tokenizer.eos_token_id)
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        ids: list[int] = self._tokenizer(string, add_special_tokens=bool(add_special_tokens)).input_ids
-        return ids
-
-    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
-        results = []
-        for _, context, continuation in requests:
-            with torch.inference_mode():
-                logprobs = self._model(torch.tensor([context + continuation])).logits[0].log_softmax(-1)
-            rows = logprobs[len(context) - 1 : -1]
-            targets = torch.tensor(continuation)
-            value = rows.gather(1, targets[:, None]).sum().item()
-            results.append((value, bool((rows.argmax(-1) == targets).all())))
-        return results
-
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError
-
-    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        answers = []
-        for request in requests:
-            context, options = request.args
-            ids = torch.tensor([self.tok_encode(context)])
-            out = self._model.generate(ids, max_new_tokens=options["max_gen_toks"], do_sample=False)
-            text = self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-            for stop in options["until"]:
-                text = text.split(stop)[0]
-            answers.append(text)
-        return answers
 
 
 def tasks(folder: Path) -> list[dict[str, Any]]:
@@ -115,7 +70,8 @@ def test_the_scores_are_those_of_transformers(
         base_url=f"{server.url}/v1/completions", model="tiny", tokenizer=str(folder), tokenizer_backend="huggingface",
         tokenized_requests=True, num_concurrent=4, batch_size=2, max_length=512,
     )  # fmt: skip
-    ours, theirs = evaluate(api, tmp_path), evaluate(Reference(folder), tmp_path)
+    direct = HFLM(str(folder), dtype="float32", device="cpu", batch_size=1, max_length=512)
+    ours, theirs = evaluate(api, tmp_path), evaluate(direct, tmp_path)
     assert set(ours["results"]) == {"tiny_choice", "tiny_made"}
     for task, scores in theirs["results"].items():
         for name, value in scores.items():

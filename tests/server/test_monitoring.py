@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from isthmus.server.config import ServerConfig
 from tests.server.running import Server
@@ -67,6 +70,25 @@ def test_grafana_can_load_it() -> None:
         assert refs
         assert len(set(refs)) == len(refs)
         assert all(target["expr"] for target in panel["targets"])
+
+
+def lost(given: Any, kept: Any, path: str = "") -> Iterator[str]:
+    """Where what was given did not come through."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for name, value in given.items():
+            yield from lost(value, kept.get(name), f"{path}.{name}")
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for i, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from lost(one, other, f"{path}[{i}]")
+    elif given != kept:
+        yield path
+
+
+def test_every_field_is_one_that_grafana_has() -> None:
+    """Grafana's own model of dashboards, panels, their options and Prometheus queries; it drops what it has not."""
+    register_default_plugins()
+    model = Dashboard.from_json(DASHBOARD)
+    assert list(lost(DASHBOARD, json.loads(JSONEncoder().encode(model)))) == []
 
 
 def test_panels_lie_beside_each_other() -> None:

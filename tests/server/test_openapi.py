@@ -26,6 +26,23 @@ def test_the_document(server: Server) -> None:
     assert "logit_bias" in document["components"]["schemas"]["CompletionRequest"]["properties"]
 
 
+def test_routes_declare_the_statuses_they_can_give(server: Server) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    declared = {
+        f"{method.upper()} {path}": {int(status) for status in operation["responses"]} - {200}
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+    }
+    served = {400, 401, 404, 408, 413, 429, 503}
+    assert declared == {
+        "GET /": set(), "GET /health": {503}, "GET /metrics": set(),  # open without a key
+        "GET /version": {401}, "GET /v1/models": {401, 503}, "GET /v1/models/{name}": {401, 404, 503},
+        "GET /v1/pool": {401, 503}, "POST /reset_prefix_cache": {401, 503}, "POST /flush_cache": {401, 503},
+        "POST /tokenize": served - {408, 429}, "POST /detokenize": served - {408, 429},
+        "POST /v1/completions": served, "POST /v1/chat/completions": served,
+    }  # fmt: skip
+
+
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models/{name}")
 
 

@@ -27,6 +27,7 @@ from isthmus.errors import ConfigError
 from isthmus.flags import as_flags, engine_args
 
 _PATIENCE = 60  # seconds until pages of vanished clients must be back
+_REST = 2.0  # seconds between the end of a round and the look at memory: an engine without work gives free memory back
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -43,14 +44,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             while len(rounds) < args.rounds or time.monotonic() < end:
                 rounds.append(_round(target, process.pid, args, rng))
                 bar.update()
-    first, last = (rounds[i]["resident_bytes"] for i in (min(1, len(rounds) - 1), -1))
     return {
         "rounds": len(rounds),
         "requests": sum(r["requests"] for r in rounds),
         "hung_up": sum(r["hung_up"] for r in rounds),
         "failed": sum(r["failed"] for r in rounds),
         "live_bytes_left": max(r["live_bytes"] for r in rounds),
-        "resident_growth": round(last / first, 3),  # after the last round over after the second
+        "resident_growth": _growth(rounds),
         "output_tokens_per_second": round(float(np.median([r["output_tokens_per_second"] for r in rounds])), 1),
         "samples": rounds,
     }
@@ -62,7 +62,11 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         f"{result['rounds']} rounds, {result['requests']:,} requests, {result['hung_up']:,} hung up, "
         f"{result['failed']} failed, {result['live_bytes_left']} bytes left live"
     )
-    yield f"median {result['output_tokens_per_second']} output tok/s, resident memory x {result['resident_growth']}"
+    yield f"median {result['output_tokens_per_second']} output tok/s"
+    first, last = (result["samples"][i]["resident_bytes"] for i in (min(1, result["rounds"] - 1), -1))
+    for name, growth in result["resident_growth"].items():
+        beside = " without the arena" if name == "engine" else ""
+        yield f"resident memory of the {name}: {first[name]:,} -> {last[name]:,} bytes, x {growth}{beside}"
     yield from sorted({error for r in result["samples"] for error in r["errors"]})
 
 
@@ -72,6 +76,9 @@ def _round(target: Target, pid: int, args: argparse.Namespace, rng: np.random.Ge
     answers = asyncio.run(closed_loop(target, asks, args.concurrency, lambda answer: None))
     seconds = time.perf_counter() - start
     wrong = [_wrong(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+    pool = _idle_pool(target.url)
+    busy_bytes = _resident(pid)
+    time.sleep(_REST)
     return {
         "requests": len(asks),
         "hung_up": sum(answer.hung_up for answer in answers),
@@ -79,8 +86,10 @@ def _round(target: Target, pid: int, args: argparse.Namespace, rng: np.random.Ge
         "errors": sorted({text for text in wrong if text is not None}),
         "seconds": round(seconds, 2),
         "output_tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
-        "live_bytes": _live_bytes(target.url),
-        "resident_bytes": _resident(pid),
+        "live_bytes": _live_bytes(pool),
+        "arena_bytes": pool["arena_bytes"] - pool["gap_bytes"],  # of its bytes, those that have been used
+        "busy_bytes": busy_bytes,  # resident when the round ended
+        "resident_bytes": _resident(pid),  # a moment later
     }
 
 
@@ -100,26 +109,43 @@ def _wrong(ask: Ask, answer: Answer) -> str | None:
     return None if answer.tokens == ask.output_len else f"{answer.tokens} tokens instead of {ask.output_len}"
 
 
-def _live_bytes(url: str) -> int:
-    """Bytes of live pages once nobody is served any more; what is left after a minute is a leak."""
+def _idle_pool(url: str) -> dict[str, Any]:
+    """The arena once nobody is served any more; pages that are live after a minute are a leak."""
     end = time.monotonic() + _PATIENCE
     while True:
         with urllib.request.urlopen(f"{url}/v1/pool") as answer:
-            pool = json.load(answer)
-        live = sum(group["bytes"]["live"] for group in pool["groups"])
-        if live == 0 or time.monotonic() > end:
-            return int(live)
+            pool: dict[str, Any] = json.load(answer)
+        if _live_bytes(pool) == 0 or time.monotonic() > end:
+            return pool
         time.sleep(0.05)
 
 
-def _resident(pid: int) -> int:
-    """Resident bytes of a process and its children (Linux)."""
-    found = 0
+def _live_bytes(pool: dict[str, Any]) -> int:
+    return int(sum(group["bytes"]["live"] for group in pool["groups"]))
+
+
+def _growth(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """By process: resident bytes after the last round over those after the second; the first warms up.
+
+    Without the arena, whose size is fixed: the operating system counts it as it fills with cached prefixes.
+    """
+    first, last = rounds[min(1, len(rounds) - 1)], rounds[-1]
+
+    def own(sample: dict[str, Any], name: str) -> int:
+        return int(sample["resident_bytes"][name]) - (sample["arena_bytes"] if name == "engine" else 0)
+
+    return {name: round(own(last, name) / own(first, name), 3) for name in first["resident_bytes"]}
+
+
+def _resident(pid: int) -> dict[str, int]:
+    """Resident bytes of a server's two processes (Linux): the front, and the engine, its child."""
+    found = {"front": 0, "engine": 0}
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-            if pid in (int(fields["Pid"]), int(fields["PPid"])):
-                found += int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
+            name = {pid: "front"}.get(int(fields["Pid"])) or {pid: "engine"}.get(int(fields["PPid"]))
+            if name is not None:
+                found[name] += int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
     return found
 
 

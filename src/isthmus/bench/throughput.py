@@ -3,51 +3,78 @@
 output_tokens_per_second    output tokens over the wall time of the whole batch, prefill included
 prefill_tokens_per_second   prompt tokens over the time until the last request has its first token
 decode_tokens_per_second    output tokens after that moment over the time after it
+
+`--against-static` runs unified memory and the best walls for this very workload in turn, in one process. Pairs of runs
+change their order (unified static, static unified, ...), so that a drifting machine hits both sides alike and the
+engine is rebuilt once a pair.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from isthmus.bench.walls import Walls, best_walls
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
 from isthmus.llm import LLM, RequestOutput
 from isthmus.params import SamplingParams
 
 RATES = ("output_tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second")
+COUNTS = ("steps", "mean_running", "most_running", "preemptions", "moved_pages")
+
+Batch = list[tuple[list[int], int]]
+"""Token ids and output length of each request."""
+
+Sides = dict[str, Walls | None]
+"""Walls of each side that is measured; None: there are none."""
 
 
 def run(args: argparse.Namespace, started: float) -> dict[str, Any]:
-    """Medians over `--repeat` runs in this process, after one short warm-up; raw samples beside them."""
-    prompts = read_workload(args.workload)[: args.limit]
+    """Medians over `--repeat` runs in this process, after a short warm-up; raw samples beside them."""
     if args.repeat < 1 or args.output_len < 1 or (args.limit is not None and args.limit < 1):
         raise ConfigError("--repeat, --limit and --output-len must be at least 1")
+    if any(min(shape) < 1 for shape in args.synthetic or ()):
+        raise ConfigError("--synthetic takes a count, a prompt and an output length of at least 1 each")
+    prompts = [] if args.workload is None else read_workload(args.workload)
     settings = engine_args(args)
+    if args.against_static and "memory" in settings:
+        raise ConfigError("--against-static runs unified memory and static walls itself: leave out --memory")
     llm = LLM(**settings)
     startup = time.perf_counter() - started
-    _once(llm, prompts[:2], 2, use_tqdm=False)
-    samples = [_once(llm, prompts, args.output_len, use_tqdm=not args.json) for _ in range(args.repeat)]
-    result: dict[str, Any] = {name: round(statistics.median(s[name] for s in samples), 1) for name in RATES}
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    batch = [(prompt, args.output_len) for prompt in prompts] or synthetic(args.synthetic, llm.layout.vocab_size)
+    batch = batch[: args.limit]
+    sides: Sides = {llm.config.memory.memory: None}
+    dry: dict[str, int] = {}
+    if args.against_static:
+        lengths = [(len(prompt), output) for prompt, output in batch]
+        found = best_walls(llm.layout.groups, llm.engine.pool.arena_bytes, llm.config.scheduler, lengths)
+        sides["static"], dry = found.walls, {"unified": found.unified_steps, "static": found.steps}
+    samples = _measure(llm, batch, sides, args.repeat, use_tqdm=not args.json)
+    summary = {name: _summary(of_side) for name, of_side in samples.items()}
+    settings_used = {name: str(value) for name, value in (settings | {"model": llm.name}).items()}
+    result = next(iter(summary.values())) | _facts(llm, batch) | {"startup_seconds": round(startup, 2)}
+    result |= {"settings": settings_used}
+    if not args.against_static:
+        return result
+    rates = {name: side["output_tokens_per_second"] for name, side in summary.items()}
     return result | {
-        "peak_rss_bytes": usage if sys.platform == "darwin" else usage * 1024,
-        "startup_seconds": round(startup, 2),
-        "model": llm.name,
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "settings": {name: str(value) for name, value in settings.items()},
-        "requests": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
-        "output_tokens": len(prompts) * args.output_len,
-        "preemptions": llm.engine.scheduler.counters.preemptions,
-        "samples": samples,
+        "sides": summary,
+        "walls": sides["static"],
+        "dry_run_steps": dry,
+        "unified_over_static": round(rates["unified"] / rates["static"], 4),
     }
 
 
@@ -55,11 +82,29 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
     """For people."""
     prompt, output = result["prompt_tokens"], result["output_tokens"]
     yield f"{result['requests']} requests, {prompt:,} prompt and {output:,} output tokens"
-    for name in RATES:
-        raw = ", ".join(f"{sample[name]:.1f}" for sample in result["samples"])
-        yield f"{name.replace('_', ' '):<28}{result[name]:>10.1f}   ({raw})"
+    for side, values in result.get("sides", {"": result}).items():
+        for name in RATES:
+            raw = ", ".join(f"{sample[name]:.1f}" for sample in values["samples"])
+            yield f"{side:<8}{name.replace('_', ' '):<28}{values[name]:>10.1f}   ({raw})"
+        yield f"{side:<8}" + ", ".join(f"{name.replace('_', ' ')} {values[name]:,.1f}" for name in COUNTS)
+    if "walls" in result:
+        split = ", ".join(f"{group} {size:,}" for group, size in result["walls"].items())
+        yield f"unified over static {result['unified_over_static']}; walls in bytes: {split}"
     yield f"{'peak resident bytes':<28}{result['peak_rss_bytes']:>14,}"
     yield f"{'start-up seconds':<28}{result['startup_seconds']:>10.2f}"
+
+
+def synthetic(shapes: Sequence[tuple[int, int, int]], vocab_size: int) -> Batch:
+    """Requests of random token ids, shuffled, the same ones every time.
+
+    Args:
+        shapes: `(count, prompt, output)` tokens of each sort of request.
+        vocab_size: ids are below it.
+    """
+    rng = np.random.default_rng(0)
+    sorts = [(prompt, output) for count, prompt, output in shapes for _ in range(count)]
+    order = rng.permutation(len(sorts))
+    return [(rng.integers(min(3, vocab_size - 1), vocab_size, sorts[i][0]).tolist(), sorts[i][1]) for i in order]
 
 
 def read_workload(path: Path) -> list[list[int]]:
@@ -80,21 +125,48 @@ def _are_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
 
 
-def _once(llm: LLM, prompts: list[list[int]], output_len: int, *, use_tqdm: bool) -> dict[str, float]:
-    counters = llm.engine.scheduler.counters
-    before, waiting = counters.generation_tokens, set(range(len(prompts)))
+def _measure(llm: LLM, batch: Batch, sides: Sides, repeat: int, *, use_tqdm: bool) -> dict[str, list[dict[str, Any]]]:
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    there, back = list(sides), list(sides)[::-1]
+    order = [name for turn in range(repeat) for name in (back if turn % 2 else there)]
+    for name, turns in itertools.groupby(order):
+        walls = sides[name]
+        with nullcontext() if walls is None else llm.static(walls):
+            _once(llm, _warm_up(llm, batch), use_tqdm=False)
+            samples[name] += [_once(llm, batch, use_tqdm=use_tqdm) for _ in turns]
+    return samples
+
+
+def _warm_up(llm: LLM, batch: Batch) -> Batch:
+    """Two tokens for two requests; on a GPU for as many as fill a step, so that its allocator has seen a full one."""
+    count = 2
+    if llm.config.device.device != "cpu":
+        totals = itertools.accumulate(len(prompt) for prompt, _ in batch)
+        count = max(count, sum(total <= 2 * llm.config.scheduler.max_num_batched_tokens for total in totals))
+    return [(prompt, min(2, output)) for prompt, output in batch[:count]]
+
+
+def _once(llm: LLM, batch: Batch, *, use_tqdm: bool) -> dict[str, Any]:
+    scheduler, pool = llm.engine.scheduler, llm.engine.pool
+    counters = scheduler.counters
+    before, waiting = counters.generation_tokens, set(range(len(batch)))
+    was = (counters.steps, counters.preemptions, sum(pool.moved_pages.values()))
     prefilled: tuple[float, int] | None = None  # when the last request had its first token; tokens until then
+    running: dict[int, int] = {}  # sequences by step
 
     def on_output(index: int, output: RequestOutput) -> None:
         nonlocal prefilled
+        step = counters.steps
+        running[step] = max(running.get(step, 0), len(scheduler.running))
         waiting.discard(index)
         if not waiting and prefilled is None:
             prefilled = time.perf_counter(), counters.generation_tokens - before
 
     llm.engine.reset_prefix_cache()  # or the second run would be spared its prefill
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True) for _, output in batch]
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in batch]
     start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=use_tqdm, on_output=on_output)
+    llm.generate(prompts, params, use_tqdm=use_tqdm, on_output=on_output)
     end = time.perf_counter()
     tokens = counters.generation_tokens - before
     assert prefilled is not None
@@ -102,6 +174,32 @@ def _once(llm: LLM, prompts: list[list[int]], output_len: int, *, use_tqdm: bool
     return {
         "seconds": end - start,
         "output_tokens_per_second": tokens / (end - start),
-        "prefill_tokens_per_second": sum(map(len, prompts)) / (last_first - start),
+        "prefill_tokens_per_second": sum(len(prompt) for prompt, _ in batch) / (last_first - start),
         "decode_tokens_per_second": (tokens - tokens_then) / max(1e-9, end - last_first),
+        "steps": counters.steps - was[0],
+        "mean_running": statistics.mean(running.values()),
+        "most_running": max(running.values()),
+        "preemptions": counters.preemptions - was[1],
+        "moved_pages": sum(pool.moved_pages.values()) - was[2],
     }
+
+
+def _facts(llm: LLM, batch: Batch) -> dict[str, Any]:
+    """What was run, and the most memory that it took."""
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "peak_rss_bytes": usage if sys.platform == "darwin" else usage * 1024,
+        "peak_gpu_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
+        "model": llm.name,
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "pool_bytes": llm.engine.pool.arena_bytes,
+        "requests": len(batch),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in batch),
+        "output_tokens": sum(output for _, output in batch),
+    }
+
+
+def _summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of everything, the samples beside them."""
+    medians = {name: round(statistics.median(sample[name] for sample in samples), 2) for name in samples[0]}
+    return medians | {"samples": list(samples)}

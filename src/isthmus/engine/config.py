@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,16 @@ _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _MOST = 1 << 60
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+CACHE_DTYPES = {
+    "auto": None,  # that of the model
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""`--kv-cache-dtype` and the names that pages know."""
 
 
 def parse_size(text: str | int) -> int:
@@ -157,6 +167,12 @@ class MemoryConfig(Checked):
         default=True,
         aliases=("--disable-radix-cache",),
     )
+    kv_cache_dtype: str = setting(
+        "--kv-cache-dtype",
+        "type of cached keys and values; auto is that of the model",
+        default="auto",
+        choices=tuple(CACHE_DTYPES),
+    )
     page_size: int = setting("--page-size", "tokens per page", default=16)
     static_split: Mapping[str, float] | None = setting(
         "--static-split",
@@ -199,7 +215,7 @@ class SchedulerConfig(Checked):
     )
     max_num_batched_tokens: int = setting(
         "--max-num-batched-tokens",
-        "tokens of one step, prefill chunks and decodes together",
+        "tokens of one step, prefill chunks and decodes together; on a GPU the default is 8192",
         default=2048,
         aliases=("--chunked-prefill-size",),
         parse=parse_size,
@@ -213,18 +229,44 @@ class SchedulerConfig(Checked):
 
 
 @dataclass(frozen=True)
-class EngineConfig(Checked):
-    """All of it, composed; `device` is the only field of its own."""
+class DeviceConfig(Checked):
+    """Where the model runs and how."""
+
+    device: str = setting(
+        "--device",
+        "where the model runs; auto takes the GPU if there is one",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+    )
+    attention_backend: str = setting(
+        "--attention-backend",
+        "kernels that read the arena; auto: triton on a GPU, torch on a CPU",
+        default="auto",
+        choices=("auto", "triton", "torch"),
+    )
+    enforce_eager: bool = setting(
+        "--enforce-eager",
+        "no CUDA graphs and no compiled layers: starts faster, runs slower",
+        default=False,
+        aliases=("--disable-cuda-graph",),
+    )
+
+    def __post_init__(self) -> None:
+        self._require_choices()
+
+
+DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"cpu": {}, "cuda": {"max_num_batched_tokens": 8192}}
+"""What is the default on a device, where that is not the field's own."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All of it, composed."""
 
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    device: str = setting("--device", "where the model runs", default="cpu", choices=("cpu", "cuda"))
-
-    def __post_init__(self) -> None:
-        spec = next(spec for spec in dataclasses.fields(self) if spec.name == "device")
-        choices = setting_of(spec).choices
-        self._require("device", self.device in choices, f"one of {', '.join(choices)}")
+    device: DeviceConfig = field(default_factory=DeviceConfig)
 
     @classmethod
     def build(cls, **values: Any) -> EngineConfig:
@@ -232,24 +274,31 @@ class EngineConfig(Checked):
 
         ConfigError for a name no layer has. This is what `LLM(**engine_args)`, the command line and YAML share.
         """
-        layers: dict[str, dict[str, Any]] = {"model": {}, "memory": {}, "scheduler": {}, "": {}}
+        layers: dict[str, dict[str, Any]] = {name: {} for name in LAYERS}
         for name, value in values.items():
             layers[_owner(name)][name] = value
-        return cls(
-            ModelConfig(**layers["model"]),
-            MemoryConfig(**layers["memory"]),
-            SchedulerConfig(**layers["scheduler"]),
-            **layers[""],
-        )
+        return cls(**{name: LAYERS[name](**given) for name, given in layers.items()})
+
+    def on(self, device: str, given: Collection[str]) -> EngineConfig:
+        """The same on this very device ("cpu" or "cuda"); what was not `given` takes the default there."""
+        layers: dict[str, Any] = {"device": dataclasses.replace(self.device, device=device)}
+        for name, value in DEVICE_DEFAULTS[device].items():
+            owner = _owner(name)
+            if name not in given:
+                layers[owner] = dataclasses.replace(layers.get(owner, getattr(self, owner)), **{name: value})
+        return dataclasses.replace(self, **layers)
 
 
-LAYERS: Mapping[str, type] = {"model": ModelConfig, "memory": MemoryConfig, "scheduler": SchedulerConfig}
+LAYERS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "memory": MemoryConfig,
+    "scheduler": SchedulerConfig,
+    "device": DeviceConfig,
+}
 
 
 def _owner(name: str) -> str:
     for layer, config in LAYERS.items():
         if any(spec.name == name for spec in dataclasses.fields(config)):
             return layer
-    if name == "device":
-        return ""
     raise ConfigError(f"unknown setting {name!r}")

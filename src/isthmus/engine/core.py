@@ -1,4 +1,7 @@
-"""The engine: schedule, run, settle.
+"""The engine: schedule, launch, settle.
+
+    step():  schedule(n + 1)   launch(n + 1)   wait(n)   settle(n)   with an executor that overlaps
+             schedule(n)       launch(n)       wait(n)   settle(n)   with one that does not
 
 It joins a scheduler (which plans), an executor (which computes) and a tokenizer (which spells), and knows nothing
 else of any of them. One thread calls it.
@@ -7,23 +10,33 @@ else of any of them. One thread calls it.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.detokenize import Detokenizer, TextDecoder
 from isthmus.engine.grammar import Follower, Grammars
 from isthmus.engine.output import CompletionOutput, PromptLogprobs, RequestOutput, TokenLogprob
-from isthmus.engine.receipt import Receipt
 from isthmus.engine.scheduler import Event, Scheduler
 from isthmus.engine.sequence import Request
 from isthmus.engine.sequence import Sequence as Seq
-from isthmus.engine.step import Executor, Sampled, ScoreSpan, Step
+from isthmus.engine.step import Executor, Launched, Sampled, Step
 from isthmus.errors import IsthmusError
 from isthmus.memory import Pool
 from isthmus.params import RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched and whose results were not taken."""
+
+    step: Step
+    launched: Launched
+    scores: list[PromptLogprobs]  # per span of the step: where its results go, whatever has become of the request
 
 
 class Engine:
@@ -66,6 +79,7 @@ class Engine:
             prefix_caching=prefix_caching,
         )
         self.failure: BaseException | None = None  # what broke the executor; nothing is served after it
+        self._flights: deque[_Flight] = deque()  # oldest first; empty between steps unless the executor overlaps
         self._vocab_size = vocab_size
         self._grammars = Grammars(tokenizer, vocab_size, sorted(eos_token_ids))
         self._followers: dict[Seq, Follower] = {}  # of sequences with a grammar that have not ended
@@ -75,8 +89,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Is there a request that has not ended?"""
-        return self.scheduler.has_work
+        """Is there a request that has not ended, or a step whose results were not taken?"""
+        return self.scheduler.has_work or bool(self._flights)
 
     def add_request(
         self,
@@ -117,18 +131,30 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. What it added, one output per request that gained a token.
+        """Launch one step and take the results of one. What they added, one output per request that gained a token.
 
+        With an executor that overlaps, the results are those of the step before, and none the first time.
         Whatever goes wrong in it is raised here, and the engine is dead from then on: pages on the device may be
         anywhere, and what was scheduled may be settled in part.
         """
         self._require_alive()
         try:
             step = self.scheduler.schedule()
-            return [] if step is None else self._take(step)
+            if step is not None:
+                self._flights.append(self._launch(step))
+                if self.executor.overlaps and len(self._flights) == 1:
+                    return []
+            return self._take(self._flights.popleft()) if self._flights else []
         except BaseException as error:
             self.failure = error
+            self._flights.clear()  # nobody can say what came of them
             raise
+
+    def drain(self) -> None:
+        """Wait for steps that are still out when all requests have ended: then nothing uses the device's memory."""
+        assert not self.scheduler.has_work, "requests are still being served: abort them first"
+        while self._flights:
+            self.step()
 
     def abort(self, request_id: str) -> bool:
         """End a request; its pages are free when this returns. False if there is no such request (any more)."""
@@ -143,38 +169,43 @@ class Engine:
         self._scores.pop(request_id, None)
         return True
 
-    def _take(self, step: Step) -> list[RequestOutput]:
-        for sample in step.samples:
-            if sample.mask is not None:
-                sample.mask.prepare()
-        results = self.executor.run(step)
-        self._score(step.scores, results[len(step.samples) :])
+    def _launch(self, step: Step) -> _Flight:
+        if self._followers:
+            for sample in step.samples:
+                if sample.mask is not None:
+                    sample.mask.prepare()
+        return _Flight(step, self.executor.launch(step), [self._scores[span.request_id] for span in step.scores])
+
+    def _take(self, flight: _Flight) -> list[RequestOutput]:
+        step, results = flight.step, flight.launched.wait()
+        self._score(flight, results[len(step.samples) :])
         return self._settle(step, results[: len(step.samples)])
 
     def _settle(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
-        outputs: dict[str, RequestOutput] = {}
-        receipts: dict[str, Receipt] = {}
+        outputs: dict[Request, RequestOutput] = {}
         for event in self.scheduler.settle(step, sampled):
             request = event.sequence.request
             output = self._write(event)
-            if request.request_id not in outputs:
-                text = self._prompts[request.request_id]
-                outputs[request.request_id] = RequestOutput(request.request_id, text, request.prompt_token_ids, [])
-                outputs[request.request_id].prompt_logprobs = self._scores.pop(request.request_id, None)
-                outputs[request.request_id].num_cached_tokens = request.receipt.cached_tokens
-                receipts[request.request_id] = request.receipt
-            outputs[request.request_id].outputs.append(output)
-        for request_id, result in outputs.items():
-            if request_id not in self.scheduler.requests:
-                result.finished, result.receipt = True, receipts[request_id]
-                del self._prompts[request_id]
+            result = outputs.get(request)
+            if result is None:
+                name = request.request_id
+                result = RequestOutput(name, self._prompts[name], request.prompt_token_ids, [output])
+                result.num_cached_tokens = request.receipt.cached_tokens
+                if self._scores:
+                    result.prompt_logprobs = self._scores.pop(name, None)
+                outputs[request] = result
+            else:
+                result.outputs.append(output)
+        for request, result in outputs.items():
+            if request.request_id not in self.scheduler.requests:
+                result.finished, result.receipt = True, request.receipt
+                del self._prompts[request.request_id]
         return list(outputs.values())
 
-    def _score(self, spans: Sequence[ScoreSpan], results: Sequence[Sampled]) -> None:
+    def _score(self, flight: _Flight, results: Sequence[Sampled]) -> None:
         """Keep the log probabilities of prompt tokens until the request has output."""
         start = 0
-        for span in spans:
-            entries = self._scores[span.request_id]
+        for span, entries in zip(flight.step.scores, flight.scores, strict=True):
             for i in range(len(span.targets)):
                 entries[span.position + i] = _token_logprobs(self.decoder, results[start + i])
             start += len(span.targets)
@@ -186,7 +217,8 @@ class Engine:
             return self._give_up(sequence, event.sampled.problem)
         # The token that ends a sequence is no part of its text, unless asked for.
         hidden = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
-        self._follow(sequence, event.sampled.token_id)
+        if self._followers:
+            self._follow(sequence, event.sampled.token_id)
         output, stop = self._writers[sequence].write(event.sampled, hidden=hidden)
         if stop is not None:
             if sequence.finish_reason is None:

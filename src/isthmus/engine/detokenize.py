@@ -9,6 +9,7 @@ short window that starts at a clean border before the new tokens, and yields wha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,10 @@ class TextDecoder:
         look_up = self._raw.token_to_id if self._is_fast else tokenizer.convert_tokens_to_ids
         known = (look_up(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_tokens = frozenset(i for i in known if i is not None) - {getattr(tokenizer, "unk_token_id", None)}
+        self._contextual = self.byte_tokens | self.special  # tokens whose text alone is not what they add
+        self._adds_up = self._is_fast and _adds_up(self._raw.decoder)
+        self._alone: dict[int, str] = {}  # text of single tokens, as they are met: at most the vocabulary
+        self._pieces: dict[int, str] = {}  # what `piece` says of them
 
     def exists(self, token_id: int) -> bool:
         """False for the padding of a model's head: ids beyond the tokenizer's, which decode to nothing."""
@@ -45,6 +50,45 @@ class TextDecoder:
         if self._is_fast:
             return str(self._raw.decode(list(token_ids), skip_special_tokens=False))
         return str(self._raw.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def alone(self, token_id: int) -> str:
+        """`decode([token_id])`, remembered: for tokens that a model chose."""
+        text = self._alone.get(token_id)
+        if text is None:
+            text = self._alone[token_id] = self.decode([token_id])
+        return text
+
+    def piece(self, token_id: int) -> str:
+        """What the token adds to every text that ends with a whole character, or "" where it depends on the text.
+
+        Exact where the decoder joins what it makes of each token (`_adds_up`): then a text that ends with a whole
+        character and the text of a token, itself whole, are decoded as if each were alone.
+        """
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = ""
+            if self._adds_up and token_id not in self._contextual and self.exists(token_id):
+                text = self.alone(token_id)
+                piece = "" if text.endswith(REPLACEMENT) else text
+            self._pieces[token_id] = piece
+        return piece
+
+
+def _adds_up(decoder: Any) -> bool:
+    """Does this decoder of `tokenizers` make bytes or text of each token by itself and join them, nothing else?
+
+    Of bytes (GPT-2's scheme) characters are made last. Replacements and byte tokens come before the joining (Gemma's).
+    What strips or adds a space at the front (Llama's, Metaspace, WordPiece) does not add up; nor does no decoder at
+    all, which joins with spaces.
+    """
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    names = [step["type"] for step in steps]
+    while names and names[0] == "Replace":
+        del names[0]
+    return names == ["ByteFallback", "Fuse"] or (names == ["ByteLevel"] and len(steps) == 1)
 
 
 class TextStream:
@@ -64,6 +108,11 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now. What an unfinished character or byte run holds back comes later."""
+        if len(token_ids) == 1 and self._fresh == len(self._window):
+            piece = self._decoder.piece(token_ids[0])
+            if piece:  # nothing is held, so the window ends with a whole character
+                self._window, self._read, self._fresh = list(token_ids), piece, 1
+                return piece
         self._window += [t for t in token_ids if t not in self._hidden and self._decoder.exists(t)]
         held = len(self._window) - self._fresh
         if not held or held < self._retry_at or self._window[-1] in self._decoder.byte_tokens:
@@ -86,7 +135,8 @@ class TextStream:
     def _advance(self) -> None:
         """Let the window start at the tokens just yielded: a clean border, since the text before ends a character."""
         self._window = self._window[self._fresh :]
-        self._read = self._decoder.decode(self._window)
+        alone = len(self._window) == 1
+        self._read = self._decoder.alone(self._window[0]) if alone else self._decoder.decode(self._window)
         self._fresh, self._retry_at = len(self._window), 0
 
     def _clean_context(self, prompt: Sequence[int]) -> list[int]:

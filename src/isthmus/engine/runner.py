@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from isthmus.engine.head import Head
 from isthmus.engine.sampler import score
-from isthmus.engine.step import BlockWrites, Sampled, SampleRow, ScoreSpan, Step
+from isthmus.engine.step import BlockWrites, Landed, Sampled, SampleRow, ScoreSpan, Step
 from isthmus.kernels.reference import GroupBatch, LayerCache, PartView, Scratch, group_batch
 from isthmus.memory import Copies, Delta, Frees, Group, Moves, Op, Writes
 from isthmus.model.attention import AttentionBatch
@@ -118,6 +118,12 @@ class Runner:
         self.head = Head(model)
         self.scratch = Scratch()
         self.num_ids = num_ids
+
+    overlaps = False
+
+    def launch(self, step: Step) -> Landed:
+        """`run`: a step is over when its launch returns."""
+        return Landed(self.run(step))
 
     def run(self, step: Step) -> list[Sampled]:
         """Apply the delta, run the forward, sample: one entry per `step.samples`, then one per target of `step.scores`.

@@ -1,7 +1,8 @@
 """Which sequences run in the next step, with how many tokens, on which pages.
 
-    schedule: unbind what windows have passed -> tokens for those that run -> admit -> one plan -> one commit -> Step
-    settle:   count what was cached, append what was sampled, end what is complete
+    schedule: share what the last step computes -> unbind what windows have passed -> tokens for those that run ->
+              admit -> one plan -> one commit -> Step
+    settle:   append what was sampled, end what is complete
 
 Order is age: a smaller `Sequence.order` goes first everywhere. `running` and `waiting` are sorted by it, and every
 running sequence is scheduled before any waiting one.
@@ -10,6 +11,21 @@ Memory has one predicate, `Pool.plan` for the step's whole demand, priced by one
 it refuses, cheapest first (compaction is inside plan): do not admit; shrink prefill chunks, the youngest first, which
 may also wait with what it holds; preempt the youngest. The oldest always gets at least one token, so it finishes,
 so everyone does: `add` has refused what an empty pool could not take to its end.
+
+A step is in flight from `schedule` to `settle`. The executor runs steps and their deltas in the order they were
+planned, so what is in flight counts as done, but for the tokens it chooses:
+
+    known = prompt + output <= length = known + pending <= prompt + limit       pending: one per flight that samples
+    0 <= past <= length;  past = length - 1 once it decodes                     both move on in `schedule`
+    at most one flight when a step is planned                                   so then pending <= 1, past <= known
+    two between its plan and the `settle` of the one before; none, when it is planned, if steps do not overlap
+
+- A pending token goes through the model as -1: its row sampled it in the step before. The sequence sits out while its
+  token is pending if that is its last (by length), or if its next choice depends on it (`looks_back`).
+- Any other end is found when a flight settles and the next is out. What that one does for the sequence is dropped,
+  its pages and its row are free at once: whoever gets them is planned later, so runs later.
+- What a flight sampled goes to the sequence it was for, unless that has ended; rows may have changed hands. A
+  preempted one takes its pending token in and does not start before it has.
 """
 
 from __future__ import annotations
@@ -17,26 +33,24 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from isthmus.cache.prefix import Match, PrefixCache
+from isthmus.cache.prefix import PrefixCache
 from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.placement import Placement
-from isthmus.engine.samples import sample_row, score_spans
+from isthmus.engine.room import Room, past_of, rows_of
+from isthmus.engine.samples import go_on, looks_back, score_spans
 from isthmus.engine.sequence import FinishReason, Request, Status, sequence_seed
 from isthmus.engine.sequence import Sequence as Seq
+from isthmus.engine.sharing import Sharing
 from isthmus.engine.step import Sampled, Step
-from isthmus.memory import Plan, Pool, Refusal
+from isthmus.memory import Plan, Pool
 from isthmus.params import RequestError
-
-Int64 = NDArray[np.int64]
-_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass
@@ -52,7 +66,7 @@ class Counters:
     finished: int = 0  # sequences that ended, aborted ones included
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """One token for one sequence, or a problem instead. Whether it ended the sequence: `sequence.finish_reason`."""
 
@@ -60,14 +74,14 @@ class Event:
     sampled: Sampled
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Flight:
     """A step that was handed out and not settled."""
 
     step: Step
     sequences: list[Seq]
-    counts: list[int]
     sampled: list[Seq]  # owners of `step.samples`
+    computing: list[Seq]  # those with prompt tokens in it
 
 
 class Scheduler:
@@ -103,14 +117,15 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # those with a sequence that has not ended
         self._eos = frozenset(eos_token_ids)
         self._page_size = capacity.page_size(pool.groups.values())
-        capped = max_cached_tokens is not None and "tokens" in pool.covering
-        self._most_pages = (max_cached_tokens or 0) // self._page_size if capped else None
         self._page_bytes = {name: group.spec.page_bytes for name, group in pool.groups.items()}
         self.cache = PrefixCache(pool, self._page_size) if prefix_caching else None
         self.placement = Placement(pool, config.max_num_seqs, self.cache)
+        self._sharing = Sharing(self.cache, self.placement) if self.cache is not None else None
+        self._room = Room(pool, self.placement, self.cache, self._page_size, max_cached_tokens)
         self.clock = clock
         self._arrivals = 0
-        self._flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()  # oldest first
+        self._unshared: _Flight | None = None  # the newest step, until what it computes is shared
         self._most_tokens = max_cached_tokens
         # Tokens of one sequence alone that can be cached.
         self.longest = capacity.longest(pool, max_model_len, max_cached_tokens)
@@ -139,8 +154,10 @@ class Scheduler:
         if len(prompt) + limit - 1 > self.longest:
             raise RequestError(self._impossible(len(prompt), limit))
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        back = looks_back(params)
         for i in range(params.n):
-            sequence = Seq(request, i, (arrival, i), sequence_seed(params.seed, i), limit, prompt, queued=self.clock())
+            seed = sequence_seed(params.seed, i)
+            sequence = Seq(request, i, (arrival, i), seed, limit, prompt, back, queued=self.clock())
             request.sequences.append(sequence)
             self.waiting.append(sequence)
         self.requests[request.request_id] = request
@@ -181,31 +198,33 @@ class Scheduler:
     # -- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, its pages committed; None when nothing is left to do."""
-        assert self._flight is None, "settle the last step before scheduling the next"
+        """The next step, its pages committed. None when nothing is left to do, or nothing before a flight settles."""
+        assert len(self._flights) < 2, "settle the step before the last one before scheduling the next"
         if not self.requests:
             return None
-        self.placement.unbind_passed(_array([s.row for s in self.running]), _array([s.past for s in self.running]))
+        self._share_newest()
+        self.placement.unbind_passed(rows_of(self.running), past_of(self.running))
         self._admit_oldest()
         chunks, budget = self._chunks()
         self._admit(chunks, budget)
-        plan = self._secure(chunks)
+        plan = self._secure(chunks) if any(chunks) else None
+        if plan is None or not any(chunks):
+            assert self._flights, "nobody can run, and no flight will change that"
+            return None
         return self._step(plan, chunks)
 
     def settle(self, step: Step, sampled: Sequence[Sampled]) -> list[Event]:
-        """Take in what a step did. One event per result, for sequences that still run; a problem ends its sequence."""
-        flight, self._flight = self._flight, None
-        assert flight is not None and flight.step is step, "only the step that was scheduled last can be settled"  # noqa: PT018
+        """Take in what the oldest flight sampled. One event per result, for sequences that have not ended; a problem
+        ends its sequence."""
+        assert self._flights, "no step is in flight"
+        flight = self._flights[0]
+        assert flight.step is step, "steps are settled in the order they were scheduled"
         assert len(sampled) == len(flight.sampled), f"{len(sampled)} results for {len(flight.sampled)} samples"
-        ran = [(s, s.past) for s in flight.sequences if s.status is Status.RUNNING]
-        for sequence, n in zip(flight.sequences, flight.counts, strict=True):
-            if sequence.status is Status.RUNNING:
-                sequence.past += n
-        self._share(ran)
+        self._flights.popleft()
         events: list[Event] = []
         ended: list[tuple[Seq, FinishReason, int | str | None]] = []
         for sequence, result in zip(flight.sampled, sampled, strict=True):
-            if sequence.status is not Status.RUNNING:  # aborted or preempted meanwhile
+            if sequence.status is Status.FINISHED:  # meanwhile
                 continue
             events.append(Event(sequence, result))
             if result.problem is not None:
@@ -217,7 +236,7 @@ class Scheduler:
             if end is not None:
                 ended.append((sequence, *end))
         self._finish(ended)
-        if any(event.sampled.problem is not None for event in events):
+        if any(result.problem is not None for result in sampled):
             self.reset_prefix_cache()  # what was computed along with it must not come back in later requests
         return events
 
@@ -225,7 +244,7 @@ class Scheduler:
 
     def _admit_oldest(self) -> None:
         """The oldest of all runs whether it fits beside the others or not: it fits alone, and they make room."""
-        if not self.waiting or len(self.running) == self.config.max_num_seqs:
+        if not self.waiting or len(self.running) == self.config.max_num_seqs or self.waiting[0].has_pending:
             return
         if not self.running or self.waiting[0].order < self.running[0].order:
             self._start(self.waiting[0])
@@ -235,10 +254,9 @@ class Scheduler:
 
         Those with one token to go (decodes) come first, then prefills by age.
         """
-        todo = [s.todo for s in self.running]
-        budget = self.config.max_num_batched_tokens - todo.count(1)
-        chunks = todo
-        for i, n in enumerate(todo):
+        chunks = [s.todo for s in self.running]
+        budget = self.config.max_num_batched_tokens - chunks.count(1)
+        for i, n in enumerate(chunks):
             if n > 1:
                 chunks[i] = min(n, budget)
                 budget -= chunks[i]
@@ -262,77 +280,45 @@ class Scheduler:
                 chunks.insert(at, min(sequence.todo, budget))
                 budget -= chunks[at]
                 started.append(sequence)
-            fits = self._fits_ahead(chunks)
+            fits = not started or self._room.fits_ahead(self.running, chunks)
             while started and not fits:
                 started[-1].waited_for = "memory"
                 at = self.running.index(started[-1])
                 budget += chunks.pop(at)
                 self._unstart(started.pop())
-                fits = self._fits_ahead(chunks)
+                fits = self._room.fits_ahead(self.running, chunks)
             if len(started) < group:
                 return
             group *= 2
 
     def _startable(self) -> Iterator[Seq]:
-        """Waiting sequences by age, but for those whose sibling is about to compute the prompt for them."""
+        """Waiting sequences by age, but for those whose sibling is about to compute the prompt for them, or whose
+        newest token is not here yet."""
         for sequence in list(self.waiting):
-            first = sequence.request.sequences[0]
-            running = self.cache is not None and sequence is not first and first.status is Status.RUNNING
-            if running and self._page_size < len(first.prompt) and first.past < len(first.prompt):
+            if self._sharing is not None and self._sharing.is_coming(sequence):
                 sequence.waited_for = "prefix"
-            else:
+            elif not sequence.has_pending:
                 yield sequence
 
-    def _fits_ahead(self, chunks: list[int]) -> bool:
-        rows, past = self._rows(self.running), _array([s.past for s in self.running])
-        new = _array(chunks)
-        ahead = (
-            np.minimum(
-                _array([s.length for s in self.running]) + self._page_size,
-                _array([s.most_cached for s in self.running]),
-            )
-            - past
-        )
-        now = self.placement.demand(rows, past, new)
-        later = self.placement.demand(rows, past, np.maximum(ahead, new))
-        return bool(self._price({name: max(now[name], later[name]) for name in now}, self.placement.idle))
-
-    def _secure(self, chunks: list[int]) -> Plan:
-        """A plan for the chunks, after making them smaller and preempting, if it must be."""
+    def _secure(self, chunks: list[int]) -> Plan | None:
+        """A plan for the chunks, after making them smaller and preempting, if it must be. None: wait for a flight."""
         while True:
-            rows, past = self._rows(self.running), _array([s.past for s in self.running])
-            demand = self.placement.demand(rows, past, _array(chunks))
-            plan = self._price(demand)
-            if not plan and self.cache is not None and self.cache.evict(demand, self._price):
-                plan = self._price(demand)
+            plan = self._room.plan(self.running, chunks)
             if isinstance(plan, Plan):
                 return plan
             self.counters.refusals += 1
             self.pool.refused(plan)
-            if not self._shrink(rows, past, chunks):
-                if len(self.running) == 1 and self.placement.restoring(self.running[0].row):
-                    self._restart_cold()
-                    chunks[:] = self._chunks()[0]
-                    continue
-                assert len(self.running) > 1, f"the oldest sequence does not fit an empty pool: {plan.message}"
-                self.preempt(self.running[-1])
-                del chunks[-1]
-
-    def _shrink(self, rows: Int64, past: Int64, chunks: list[int]) -> bool:
-        """Cut the youngest prefill chunk that can be cut to what fits, or as far as it goes. False if none can."""
-        i = max((i for i, n in enumerate(chunks) if n > 1), default=None)
-        if i is None:
-            return False
-        low, high = (0 if 0 < i == len(chunks) - 1 else 1), chunks[i] - 1
-        new = _array(chunks)
-        while low < high:
-            new[i] = middle = (low + high + 1) // 2
-            if self._price(self.placement.demand(rows, past, new), self.placement.idle):
-                low = middle
-            else:
-                high = middle - 1
-        chunks[i] = low
-        return True
+            if self._room.shrink(self.running, chunks):
+                continue
+            if len(self.running) == 1 and self.placement.restoring(self.running[0].row):
+                self._restart_cold()
+                chunks[:] = self._chunks()[0]
+                continue
+            if any(s.is_complete for s in self.running):
+                return None  # they end when their flight settles: their pages come without a preemption
+            assert len(self.running) > 1, f"the oldest sequence does not fit an empty pool: {plan.message}"
+            self.preempt(self.running[-1])
+            del chunks[-1]
 
     def _end(self, sequence: Seq, token: int) -> tuple[FinishReason, int | None] | None:
         """Why the sequence is complete with its newest token, or None."""
@@ -346,38 +332,20 @@ class Scheduler:
 
     # -- inside: pages and bookkeeping ----------------------------------------------------------------------
 
-    def _price(self, demand: Mapping[str, int], release: Mapping[str, int] = _NOTHING) -> Plan | Refusal:
-        """The pool's answer, under the cap on cached tokens; `release` as in `Pool.plan`."""
-        plan = self.pool.plan(demand, release)
-        if self._most_pages is not None and isinstance(plan, Plan):
-            cover = self.pool.covering["tokens"][0]
-            pages = self.pool.ids("tokens").live + demand.get(cover, 0) - release.get(cover, 0)
-            if pages > self._most_pages:
-                return Refusal(demand, 0, f"{pages:,} pages of tokens would be cached, over --max-total-tokens")
-        return plan
-
     def _step(self, plan: Plan, chunks: list[int]) -> Step:
-        """Commit the plan and write down what the executor has to do."""
+        """Commit the plan, write down what the executor has to do, and count it as done."""
         sequences = [s for s, n in zip(self.running, chunks, strict=True) if n]
         counts = [n for n in chunks if n]
         for sequence in sequences:
             if sequence.queued is not None:
-                self._note_wait(sequence)
-        rows, past = _array([s.row for s in sequences]), _array([s.past for s in sequences])
-        self.placement.commit(plan, rows, past, _array(counts))
-        tokens: list[int] = []
-        samples, sampled = [], []
-        for sequence, n in zip(sequences, counts, strict=True):
-            start, length = sequence.past, sequence.length
-            if start + n < length or n > 1:
-                tokens += sequence.tokens(start, start + n)
-            else:
-                tokens.append(sequence.output[-1] if sequence.output else sequence.prompt[-1])
-            if start + n == length:
-                samples.append(sample_row(sequence, len(tokens) - 1, length))
-                sampled.append(sequence)
+                sequence.stop_waiting(self.clock())
+        rows, past = rows_of(sequences), past_of(sequences)
+        self.placement.commit(plan, rows, past, np.array(counts, np.int64))
         query_start = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
+        computing = [s for s in sequences if s.past < len(s.prompt)]
+        scores = score_spans(sequences, counts) if computing else ()
+        tokens, samples, sampled = go_on(sequences, counts)
         step = Step(
             delta=self.pool.take_delta(),
             block_writes=self.placement.blocks.take_writes(),
@@ -385,25 +353,24 @@ class Scheduler:
             query_start=query_start,
             past=past.astype(np.int32),
             rows=rows.astype(np.int32),
-            samples=tuple(samples),
+            samples=samples,
             states=self.placement.states(rows),
-            scores=score_spans(sequences, counts),
+            scores=scores,
         )
-        self._flight = _Flight(step, sequences, counts, sampled)
+        self._unshared = _Flight(step, sequences, sampled, computing)
+        self._flights.append(self._unshared)
         self.counters.steps += 1
         self.counters.computed_tokens += len(tokens)
         return step
 
     def _start(self, sequence: Seq) -> int:
         """Give a waiting sequence a row, and whatever of it is cached; its index among the running."""
-        match = self._match(sequence)
+        match = None if self._sharing is None else self._sharing.match(sequence)
         sequence.row = self.placement.take_row(match)
         self.waiting.remove(sequence)
         sequence.resume, sequence.status = sequence.status, Status.RUNNING
-        if match is not None:
-            sequence.past = match.columns * self._page_size
-            sequence.cuts = self._cuts(sequence, match)
-        self._note_start(sequence, match)
+        if match is not None and self._sharing is not None:
+            self._sharing.start(sequence, match)
         at = bisect_left(self.running, sequence.order, key=_age)
         self.running.insert(at, sequence)
         return at
@@ -422,66 +389,29 @@ class Scheduler:
         sequence.status, sequence.past, sequence.cuts = sequence.resume, 0, ()
         self.waiting.insert(bisect_left(self.waiting, sequence.order, key=_age), sequence)
 
-    def _match(self, sequence: Seq) -> Match | None:
-        """What the prefix cache has of it. Prompt logprobs need the prompt computed."""
-        if self.cache is None or sequence.cold or sequence.request.params.prompt_logprobs is not None:
-            return None
-        if sequence.names is None:
-            sequence.names = self.cache.names(sequence.request.cache_salt)
-        sequence.names.extend(sequence.tokens(sequence.names.tokens, sequence.length))
-        return self.cache.match(sequence.names, sequence.length)
+    def _share_newest(self) -> None:
+        """What the newest step computes goes to the prefix cache, of those that still run; for the others, `_vacate`.
 
-    def _cuts(self, sequence: Seq, match: Match) -> tuple[int, ...]:
-        """Where its prefill chunks end besides, so that somebody can come back: at a branch; with states, at the last
-        boundary of what it has, where they must be saved on the spot."""
-        assert self.cache is not None
-        cuts = {match.branch * self._page_size}
-        if self.cache.roles.states:
-            cuts.add((sequence.length - 1) // self._page_size * self._page_size)
-        return tuple(sorted(cut for cut in cuts if sequence.past < cut < sequence.length))
-
-    def _share(self, sequences: Sequence[tuple[Seq, int]]) -> None:
-        """After a step: full pages become the prefix cache's; boundaries that somebody may come back to are kept.
-
-        `sequences` with how much each had cached before the step.
+        All tokens that went into it are here, because the step before it was settled.
         """
-        if self.cache is None:
+        flight, self._unshared = self._unshared, None
+        if flight is None or self._sharing is None:
             return
-        named = [(s, s.names, before) for s, before in sequences if s.names is not None]
-        size = self._page_size
-        for s, names, before in named:
-            if s.past // size > before // size and names.tokens < s.past:
-                names.extend(s.tokens(names.tokens, s.past))
-        rows, past = self._rows([s for s, _, _ in named]), _array([s.past for s, _, _ in named])
-        self.placement.share(rows, past, [names for _, names, _ in named])
-        for s, names, before in named:
-            if before < len(s.prompt):  # a prefill chunk ended here, at a cut or not
-                self.placement.keep(s.row, s.past, names)
-
-    def _note_start(self, sequence: Seq, match: Match | None) -> None:
-        receipt = sequence.request.receipt
-        if match is not None and not receipt.restorable:
-            receipt.cached_tokens = min(sequence.past, len(sequence.prompt))
-            receipt.restorable = dict(match.per_kind)
-            receipt.known_tokens = match.known * self._page_size
-            receipt.cut_by = match.cut_by
-
-    def _note_wait(self, sequence: Seq) -> None:
-        """It is in for this step: what it waited is final, and for what it did when it last stood at the front."""
-        assert sequence.queued is not None
-        receipt, waited = sequence.request.receipt, self.clock() - sequence.queued
-        receipt.waited_seconds += waited
-        reason = sequence.waited_for or "queue"
-        receipt.waited_for[reason] = receipt.waited_for.get(reason, 0.0) + waited
-        sequence.queued, sequence.waited_for = None, None
-
-    def _rows(self, sequences: Iterable[Seq]) -> Int64:
-        return _array([s.row for s in sequences])
+        before, n = flight.step.past // self._page_size, np.diff(flight.step.query_start)
+        full = np.flatnonzero((flight.step.past + n) // self._page_size > before)
+        filled = [flight.sequences[i] for i in full.tolist()]
+        self._sharing.share(s for s in filled if s.status is Status.RUNNING)
+        for sequence in flight.computing:  # a prefill chunk ends here, at a cut or not
+            if sequence.status is Status.RUNNING:
+                self._sharing.keep(sequence)
 
     def _vacate(self, sequences: list[Seq]) -> None:
+        """Free rows and pages at once, though flights may use them: the next owners are planned, so run, later."""
+        if self._sharing is not None and sequences:
+            self._sharing.share(sequences)
+            for sequence in sequences:
+                self._sharing.keep(sequence)
         for sequence in sequences:
-            if sequence.names is not None and sequence.past:
-                self.placement.keep(sequence.row, sequence.past, sequence.names)
             sequence.request.receipt.take(self.placement.taken(sequence.row), self._page_bytes)
         self.placement.vacate([s.row for s in sequences])
         for sequence in sequences:
@@ -511,7 +441,3 @@ class Scheduler:
 
 def _age(sequence: Seq) -> tuple[int, int]:
     return sequence.order
-
-
-def _array(values: Iterable[int]) -> Int64:
-    return np.array(list(values), np.int64)

@@ -28,7 +28,9 @@ class Status(Enum):
 class Sequence:
     """One of a request's `n` continuations.
 
-    tokens = prompt + output;  [0, past) have been through the model and are cached, [past, length) have not
+    [0, known)        tokens that are here: prompt + output
+    [known, length)   tokens that steps in flight choose: pending; there are at most prompt + limit in all
+    [0, past)         cached, by what is in flight at the latest; [past, length) are still to go through the model
     """
 
     request: Request
@@ -37,9 +39,12 @@ class Sequence:
     seed: int | None  # base of its draws; None: unseeded
     limit: int  # output tokens at most
     prompt: list[int]  # shared with the request and never changed
+    looks_back: bool = False  # its next token cannot be chosen while one is pending
     output: list[int] = field(default_factory=list)
+    length: int = field(init=False)  # tokens it has, prompt, output and pending; changed by `Scheduler.schedule` alone
+    most_cached: int = field(init=False)  # tokens it can ever have cached: the last one it is given is never fed back
     status: Status = Status.WAITING
-    past: int = 0  # tokens cached, changed by `Scheduler.settle` and preemption alone
+    past: int = 0  # changed by `Scheduler.schedule` and preemption alone
     row: int = -1  # of the block table, -1 while it does not run
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
@@ -51,28 +56,49 @@ class Sequence:
     waited_for: str | None = None  # what kept it when it stood at the front
     mask: TokenMask | None = None  # which tokens its grammar lets it go on with
 
+    def __post_init__(self) -> None:
+        self.length = self.known
+        self.most_cached = len(self.prompt) + self.limit - 1
+
     @property
-    def length(self) -> int:
-        """Tokens it has, prompt and output."""
+    def known(self) -> int:
+        """Tokens whose ids are here."""
         return len(self.prompt) + len(self.output)
 
     @property
-    def todo(self) -> int:
-        """Tokens to compute before the next place where a chunk must end."""
-        end = next((cut for cut in self.cuts if cut > self.past), self.length)
-        return end - self.past
+    def has_pending(self) -> bool:
+        """Is a token in flight?"""
+        return self.length > len(self.prompt) + len(self.output)
 
     @property
-    def most_cached(self) -> int:
-        """Tokens it can ever have cached: the last one it is given is never fed back."""
-        return len(self.prompt) + self.limit - 1
+    def is_complete(self) -> bool:
+        """Is its last token, by length, in flight? (It ends when that is here.)"""
+        return self.length > self.most_cached
+
+    @property
+    def todo(self) -> int:
+        """Tokens to compute before the next place where a chunk must end; 0 while it has to wait for a pending one."""
+        for cut in self.cuts:
+            if cut > self.past:
+                return cut - self.past
+        length = self.length
+        waits = length > self.most_cached or (self.looks_back and self.has_pending)
+        return 0 if waits else length - self.past
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids [start, end) of prompt and output together."""
+        """Token ids [start, end) of prompt and output together, end <= known."""
         n = len(self.prompt)
         if end <= n:
             return self.prompt[start:end]
         return self.prompt[start:] + self.output[max(0, start - n) : end - n]
+
+    def stop_waiting(self, now: float) -> None:
+        """It is in for a step: what it waited is final, and for what it did when it last stood at the front."""
+        assert self.queued is not None
+        receipt, waited, reason = self.request.receipt, now - self.queued, self.waited_for or "queue"
+        receipt.waited_seconds += waited
+        receipt.waited_for[reason] = receipt.waited_for.get(reason, 0.0) + waited
+        self.queued, self.waited_for = None, None
 
 
 @dataclass(eq=False, slots=True)

@@ -36,6 +36,34 @@ def arena_bytes(config: MemoryConfig, groups: Sequence[Group]) -> int:
     return size
 
 
+def device_arena_bytes(
+    config: MemoryConfig, groups: Sequence[Group], room: int, free: int, taken: int, reserve: int
+) -> int:
+    """What was asked for, or all the room there is on the device.
+
+    Args:
+        room: bytes under `--gpu-memory-utilization`, after everything else.
+        free: bytes that can be had at all, likewise.
+        taken: bytes in use now: weights, and other processes.
+        reserve: bytes that running needs beside the arena.
+
+    ConfigError if there is not so much memory, or if it does not hold a page of every group.
+    """
+    facts = f"{taken:,} bytes are in use and running needs {reserve:,} beside the arena"
+    if config.pool_bytes is not None and config.pool_bytes > free:
+        left = max(0, free)
+        raise ConfigError(f"--pool-bytes {config.pool_bytes:,} is more than the {left:,} left: {facts}; lower it")
+    size = config.pool_bytes or room
+    least = null_bytes(groups) + capacity.peak_bytes({group.name: group for group in groups}, 1)
+    if size < least:
+        what = "--pool-bytes" if config.pool_bytes else f"--gpu-memory-utilization {config.gpu_memory_utilization}"
+        raise ConfigError(
+            f"{what} leaves {max(0, size):,} bytes for the arena, where one page of every group takes {least:,}: "
+            f"{facts}; raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+        )
+    return size // 16 * 16
+
+
 def walls(config: MemoryConfig, groups: Sequence[Group], size: int) -> Mapping[str, int] | None:
     """Bytes per group of an arena of `size` bytes, None for unified memory. ConfigError if that is impossible."""
     if config.memory == "unified":

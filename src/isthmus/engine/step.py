@@ -1,8 +1,12 @@
 """What the planner hands the executor for one forward: plain NumPy arrays, nothing to look up.
 
+    launch(1)   launch(2)   wait(1)   launch(3)   wait(2)   ...     an executor that overlaps
+    launch(1)   wait(1)     launch(2) wait(2)     ...               one that does not
+
 The scheduler speaks to an executor through `Step` alone, so the runner, the simulator's cost model and
 a scripted executor in a test are interchangeable. All page ids here are virtual; the executor holds the
-mirrors that make them physical (`Delta`), applied in order before the forward.
+mirrors that make them physical (`Delta`), applied in order before the forward. Steps run one after the other, each
+with its delta before it, so a step may count on whatever earlier ones write, settled or not.
 """
 
 from __future__ import annotations
@@ -44,17 +48,17 @@ class TokenMask(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampleRow:
-    """One sequence that needs a token after this forward."""
+    """One sequence that needs a token after this forward. Nobody changes it (frozen, hundreds cost too much a step)."""
 
     row: int  # the sequence's row, owner of sampler state on the executor
     index: int  # which of the step's tokens carries the logits: an index into `Step.tokens`
     params: SamplingParams
     seed: int | None  # base seed of this sequence, None for greedy or unseeded
-    position: int  # how many tokens the sequence has, prompt and output together: the counter of the seeded draw
-    prompt: Sequence[int]  # token ids so far, for penalties and min_tokens; the executor must not change them
-    output: Sequence[int]
+    position: int  # how many tokens the sequence has, those in flight too: the counter of the seeded draw
+    prompt: Sequence[int]  # token ids so far, for penalties; the executor must not change them
+    output: Sequence[int]  # with a mask or a penalty complete until this step is settled; else it may lack the newest
     allow_eos: bool  # False while min_tokens holds the end back
     mask: TokenMask | None = None  # prepared before the step runs
 
@@ -81,11 +85,11 @@ class Step:
 
     delta: Delta
     block_writes: BlockWrites
-    tokens: Int32  # [T]
+    tokens: Int32  # [T]; -1: what this sequence's row sampled in the step before (any id, if it found none there)
     query_start: Int32  # [S + 1], query_start[0] = 0, query_start[S] = T
     past: Int32  # [S]
     rows: Int32  # [S], row of the block table
-    samples: tuple[SampleRow, ...]
+    samples: Sequence[SampleRow]
     states: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     """[S], virtual id of each sequence's state page; empty when the model has no state group. Where `past` is 0 the
     page is fresh and the state starts at zero, whatever the bytes are."""
@@ -101,9 +105,9 @@ class Logprob:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sampled:
-    """What came of one SampleRow, in the same order."""
+    """What came of one SampleRow, in the same order. Nobody changes it."""
 
     token_id: int  # -1 with a problem
     logprob: float | None = None  # of the chosen token, when logprobs were asked for
@@ -112,12 +116,35 @@ class Sampled:
     problem: str | None = None  # why there is no token: the sequence cannot go on
 
 
+class Launched(Protocol):
+    """A step that was handed to the device."""
+
+    def wait(self) -> list[Sampled]:
+        """Block until the results are on the host; called once, in the order of the launches.
+
+        One entry per `step.samples`, then one per target of `step.scores`.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Runs steps in the order given. It never changes the planner's state."""
 
-    def run(self, step: Step) -> list[Sampled]:
-        """Apply the delta, run the forward, sample.
-
-        The result has one entry per `step.samples`, then one per target of `step.scores`.
-        """
+    @property
+    def overlaps(self) -> bool:
+        """May a step be launched before the results of the one before it were taken? Two are out at most."""
         ...
+
+    def launch(self, step: Step) -> Launched:
+        """Apply the delta, run the forward, sample; an executor that overlaps returns before that is done."""
+        ...
+
+
+@dataclass(frozen=True)
+class Landed:
+    """Implements `Launched` for a step that was over when its launch returned."""
+
+    results: list[Sampled]
+
+    def wait(self) -> list[Sampled]:
+        return self.results

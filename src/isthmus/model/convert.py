@@ -26,15 +26,15 @@ import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from tokenizers import pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from isthmus.errors import ModelError
 from isthmus.model.gguf import GGUFFile, GGUFTensor
 from isthmus.model.gguf_family import ROPE_FACTORS, GGUFFamily, config_values, end_token_ids, family_of
+from isthmus.model.gguf_tokenizer import write_tokenizer
 
-_LAYOUT = "1"
+_LAYOUT = "2"
 """Part of every folder's key: raise it when a conversion would come out differently."""
 
 _HALF_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -112,7 +112,7 @@ def write_model(file: GGUFFile, folder: Path, *, progress: bool | None) -> None:
         "pad_token_id": config.pad_token_id,
     }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    _write_tokenizer(file, folder)
+    write_tokenizer(file, folder)
     write_safetensors(folder / "model.safetensors", weights, f"converting {file.path.name}", progress)
 
 
@@ -280,17 +280,3 @@ def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor], title: st
             for chunk in tensor.chunks():
                 out.write(np.ascontiguousarray(chunk).data)
                 bar.update(chunk.nbytes)
-
-
-def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """The tokenizer as Transformers reads it from the file, with the digits of SmolLM split as it learned them."""
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-    except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
-        kind = file.metadata.get("tokenizer.ggml.model")
-        raise ModelError(f"{file.path}: Transformers cannot read its {kind!r} tokenizer ({error})") from error
-    if file.metadata.get("tokenizer.ggml.pre") == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    tokenizer.save_pretrained(folder)

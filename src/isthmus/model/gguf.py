@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ class GGUFTensor:
 class GGUFFile:
     """The header of a GGUF file, and its tensors as views of the mapped file.
 
-    `metadata` maps keys to scalars, strings and short lists of numbers; of an array of strings only the length is
-    kept, in `lengths`. `identity` names the content: the header's bytes and the file's size and change time.
+    `metadata` maps keys to scalars, strings and short lists of numbers; long arrays and those of strings (the
+    vocabulary) are read by `numbers` and `strings` when they are needed.
 
     Raises:
         ModelError: not a GGUF file, a version that is not read, or a damaged or truncated one.
@@ -97,7 +98,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
-        self.lengths: dict[str, int] = {}
+        self._arrays: dict[str, tuple[GGUFValueType, int, int]] = {}  # element type, count, offset of the first
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             status = path.stat()
@@ -118,12 +119,15 @@ class GGUFFile:
                 f"{path}: GGUF version {version} is not read, only 2 and 3 (little-endian); convert it anew"
             )
         try:
-            header_bytes = self._read_header()
+            self._read_header()
         except (struct.error, ValueError, TypeError, OverflowError) as error:
             raise ModelError(f"{path}: the GGUF header is damaged or cut off ({error}); get the file again") from error
-        digest = hashlib.sha256(self._bytes[:header_bytes])
-        digest.update(struct.pack("<QQ", status.st_size, status.st_mtime_ns))
-        self.identity = digest.hexdigest()
+
+    @cached_property
+    def identity(self) -> str:
+        """What names the content, wherever the file lies: the SHA-256 of all its bytes (2 GB/s where the processor
+        has instructions for it). Less than all would miss a fine-tuning that touched other tensors."""
+        return hashlib.sha256(self._bytes).hexdigest()
 
     @property
     def architecture(self) -> str:
@@ -136,8 +140,38 @@ class GGUFFile:
             raise ModelError(f"{self.path}: the GGUF metadata has no {key!r}, which this architecture needs")
         return self.metadata[key]
 
-    def _read_header(self) -> int:
-        """Fill metadata and tensors; the length of the header in bytes."""
+    def has_array(self, key: str) -> bool:
+        """Whether the metadata has an array under this key."""
+        return key in self._arrays
+
+    def numbers(self, key: str) -> list[Any]:
+        """An array of numbers in the metadata; ModelError where the file has none under this key."""
+        element, count, at = self._array(key)
+        if element not in _SCALARS:
+            raise ModelError(f"{self.path}: {key} is an array of {element.name}, not of numbers; get the file again")
+        return list(struct.unpack_from(f"<{count}{_SCALARS[element]}", self._bytes, at))
+
+    def strings(self, key: str) -> list[str]:
+        """An array of strings in the metadata; ModelError where the file has none under this key."""
+        element, count, at = self._array(key)
+        if element is not GGUFValueType.STRING:
+            raise ModelError(f"{self.path}: {key} is an array of {element.name}, not of strings; get the file again")
+        values = []
+        try:
+            for _ in range(count):
+                value, at = self._string(at)
+                values.append(value)
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: {key} holds a string that is not UTF-8; get the file again") from error
+        return values
+
+    def _array(self, key: str) -> tuple[GGUFValueType, int, int]:
+        if key not in self._arrays:
+            raise ModelError(f"{self.path}: the GGUF metadata has no array {key!r}; use a complete GGUF file")
+        return self._arrays[key]
+
+    def _read_header(self) -> None:
+        """Fill metadata and tensors."""
         tensor_count, value_count = struct.unpack_from("<QQ", self._bytes, 8)
         at = 24
         for _ in range(value_count):
@@ -162,7 +196,6 @@ class GGUFFile:
             if name in self.tensors:
                 raise ValueError(f"tensor {name!r} appears twice")
             self.tensors[name] = self._tensor(name, shape, quantization, start + offset)
-        return at
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, start: int) -> GGUFTensor:
         block_values, block_bytes = GGML_QUANT_SIZES[kind]
@@ -191,12 +224,12 @@ class GGUFFile:
             return at
         element, count = struct.unpack_from("<IQ", self._bytes, at)
         at += 12
-        self.lengths[key] = int(count)
+        self._arrays[key] = (GGUFValueType(element), count, at)
         if (scalar := _SCALARS.get(element)) is not None:
             end = at + count * struct.calcsize(scalar)
             if end > len(self._bytes):
                 raise ValueError(f"the array {key!r} ends at byte {end:,} of a file of {len(self._bytes):,}")
-            if count <= 4096:  # per-layer settings; the vocabulary's scores are left where they are
+            if count <= 4096:  # per-layer settings
                 self.metadata[key] = list(struct.unpack_from(f"<{count}{scalar}", self._bytes, at))
             return int(end)
         if element != GGUFValueType.STRING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from isthmus.errors import ModelError
 from isthmus.kernels.reference import Scoring
@@ -34,6 +34,7 @@ class ModelLayout:
     groups: tuple[Group, ...]  # "full" first, if there are such layers, then windows from narrow to wide
     layer_group: Mapping[int, str]  # of every attention layer
     owner: Mapping[int, int]  # the layer whose rows a layer reads; itself, unless it shares
+    heads: Mapping[int, int]  # query heads of every attention layer
     vocab_size: int
     max_model_len: int
 
@@ -57,6 +58,7 @@ class _Call:
     """One call of the attention function."""
 
     module: nn.Module
+    heads: int  # of the query
     key: Tensor
     value: Tensor
     window: int | None
@@ -80,7 +82,7 @@ class _Trace:
         others: Mapping[str, object],
     ) -> Tensor:
         unknown = tuple(n for n, x in others.items() if isinstance(x, Tensor) and n not in _HARMLESS_ARGUMENTS)
-        self.calls.setdefault(module, []).append(_Call(module, key, value, window, unknown))
+        self.calls.setdefault(module, []).append(_Call(module, query.shape[1], key, value, window, unknown))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -91,7 +93,7 @@ def derive(model: PreTrainedModel, page_size: int, cache_dtype: str) -> ModelLay
     type if a layer keeps anything but plain causal attention, full or windowed.
     """
     config = model.config.get_text_config()
-    layers = _decoder_layers(model, config)
+    layers = decoder_layers(model)
     trace = _Trace()
     failure: Exception | None = None
     try:
@@ -110,7 +112,9 @@ def derive(model: PreTrainedModel, page_size: int, cache_dtype: str) -> ModelLay
     return _group(calls, page_size, cache_dtype, config.vocab_size, config.max_position_embeddings)
 
 
-def _decoder_layers(model: PreTrainedModel, config: PretrainedConfig) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers of the text model, in order. ModelError if there is no such list."""
+    config = model.config.get_text_config()
     count = config.num_hidden_layers
     for module in model.modules():
         layers = getattr(module, "layers", None)
@@ -192,7 +196,8 @@ def _group(
     for i, o in owner.items():
         assert calls[i].window == calls[o].window, f"layer {i} shares the rows of layer {o}, under another window"
     layer_group = {i: names[call.window] for i, call in calls.items()}
-    return ModelLayout(tuple(groups), layer_group, owner, vocab_size, max_model_len)
+    heads = {i: call.heads for i, call in calls.items()}
+    return ModelLayout(tuple(groups), layer_group, owner, heads, vocab_size, max_model_len)
 
 
 def _layer_kv(layer: int, call: _Call, dtype: str) -> LayerKV:

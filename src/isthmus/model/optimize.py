@@ -60,7 +60,7 @@ def optimize(model: nn.Module) -> Optimized:
         _log.info("model not optimised: %s", reason)
         return Optimized(0, 0, 0, reason)
     gated = sum(_gate(module) for module in list(model.modules()))
-    merged = sum(_merge(module, names) for module in list(model.modules()) for names in MERGES)
+    merged = merge_projections(model)
     packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -68,6 +68,11 @@ def optimize(model: nn.Module) -> Optimized:
                 setattr(module, name, PackedLinear(child))
                 packed += 1
     return Optimized(merged, gated, packed + gated)
+
+
+def merge_projections(model: nn.Module) -> int:
+    """Join 16-bit linear layers of one input (`MERGES`); how many disappeared in another."""
+    return sum(_merge(module, names) for module in list(model.modules()) for names in MERGES)
 
 
 def _unsupported(model: nn.Module) -> str | None:
@@ -85,7 +90,7 @@ def _unsupported(model: nn.Module) -> str | None:
 
 def _is_linear(module: object) -> TypeGuard[nn.Linear]:
     """Exactly a linear layer: a subclass may compute something else with its weight."""
-    return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16
+    return type(module) is nn.Linear and module.weight.dtype in (torch.bfloat16, torch.float16)
 
 
 class PackedLinear(nn.Module):

@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -142,29 +143,31 @@ def build_model(
     attn_implementation: str = "isthmus",
     load_format: str = "auto",
     progress: bool | None = None,
+    device: str = "cpu",
 ) -> PreTrainedModel:
-    """The text model on the CPU, in `dtype`, for inference.
+    """The text model in `dtype`, for inference.
 
     Weights whose stored dtype is `dtype` are mapped from their file; others are converted tensor by tensor.
 
     Args:
         attn_implementation: the name of a registered Transformers attention function.
         load_format: `auto` reads the weights; `dummy` makes random ones by the library's own initialisation, the
-            same ones every time.
+            same ones every time on the same device.
+        device: where the weights go, "cpu" or "cuda".
 
     Raises:
         ModelError: weights are missing, unknown, or of another shape, naming the first few.
     """
     config = source.load_config()
     if load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(_SEED)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     else:
         folder = rounded_folder(source.directory, dtype, progress=progress) if source.converted else source.directory
         _check_weights(source, folder)
         model = _load(folder, config, dtype, attn_implementation, progress)
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _load(
@@ -202,7 +205,7 @@ def _converted_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     config = _read_json(folder / "tokenizer_config.json")
     template = folder / "chat_template.jinja"
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
+        tokenizer_object=Tokenizer.from_file(str(folder / "tokenizer.json")),
         chat_template=template.read_text() if template.is_file() else None,
         **{name: token for name, token in config.items() if name.endswith("_token")},
     )

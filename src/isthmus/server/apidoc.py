@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from isthmus.engine.config import LAYERS, EngineConfig, Setting, parse_size, setting_of
+from isthmus.engine.config import LAYERS, Setting, parse_size, setting_of
 from isthmus.params import SamplingParams
 from isthmus.server.app import Front, build_app
 from isthmus.server.config import ServerConfig
@@ -29,7 +29,7 @@ _FLAGS: Mapping[str, type] = {
     "Model": LAYERS["model"],
     "Memory": LAYERS["memory"],
     "Scheduler": LAYERS["scheduler"],
-    "Device": EngineConfig,
+    "Device": LAYERS["device"],
 }
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _LENGTHS = {"minItems": "at least", "maxItems": "at most", "minLength": "at least", "maxLength": "at most"}

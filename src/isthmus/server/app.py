@@ -45,6 +45,11 @@ _FAILURES: dict[int | str, dict[str, Any]] = {
 }
 
 
+def _failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route declares for the statuses that it can give."""
+    return {status: _FAILURES[status] for status in statuses}
+
+
 class Front:
     """What the routes share."""
 
@@ -111,13 +116,13 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
         """Where to go from here."""
         return {"server": "isthmus", "version": __version__, "api": "/v1", "openapi": "/openapi.json"}
 
-    @app.get("/health", responses={503: _FAILURES[503]})
+    @app.get("/health", responses=_failures(503))
     async def health() -> dict[str, str]:
         """200 while requests are served."""
         _ = front.speller
         return {"status": "ok"}
 
-    @app.get("/version")
+    @app.get("/version", responses=_failures(401))
     async def version() -> dict[str, str]:
         """Which Isthmus this is."""
         return {"version": __version__}
@@ -127,19 +132,19 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
         """In the text format of Prometheus."""
         return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models", responses={503: _FAILURES[503]})
+    @app.get("/v1/models", responses=_failures(401, 503))
     async def models() -> dict[str, Any]:
         """The model that is served."""
         entry = _model(front)
         return {"object": "list", "data": [entry]}
 
-    @app.get("/v1/models/{name:path}", responses={404: _FAILURES[404], 503: _FAILURES[503]})
+    @app.get("/v1/models/{name:path}", responses=_failures(401, 404, 503))
     async def model(name: str) -> dict[str, Any]:
         """The model that is served, by name."""
         front.require_model(name)
         return _model(front)
 
-    @app.get("/v1/pool", responses={503: _FAILURES[503]})
+    @app.get("/v1/pool", responses=_failures(401, 503))
     async def pool() -> dict[str, Any]:
         """The arena in bytes at one moment."""
         return _pool(front.client)
@@ -150,11 +155,13 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
         return {"status": "ok"}
 
     for path in ("/reset_prefix_cache", "/flush_cache"):
-        app.post(path, responses={503: _FAILURES[503]}, operation_id=path[1:])(reset)
+        app.post(path, responses=_failures(401, 503), operation_id=path[1:])(reset)
 
 
 def _add_token_routes(app: FastAPI, front: Front) -> None:
-    @app.post("/tokenize", responses=_FAILURES)
+    responses = _failures(400, 401, 404, 413, 503)  # they never queue
+
+    @app.post("/tokenize", responses=responses)
     async def tokenize(request: TokenizeRequest) -> TokenizeResponse:
         """Token ids of a text, or of messages by the chat template."""
         speller = front.speller
@@ -166,7 +173,7 @@ def _add_token_routes(app: FastAPI, front: Front) -> None:
             ids = await speller.aside(lambda: speller.encode(text, add_special_tokens=special))
         return TokenizeResponse(count=len(ids), max_model_len=speller.info.max_model_len, tokens=ids)
 
-    @app.post("/detokenize", responses=_FAILURES)
+    @app.post("/detokenize", responses=responses)
     async def detokenize(request: DetokenizeRequest) -> DetokenizeResponse:
         """Text of token ids, special tokens included."""
         speller = front.speller

@@ -33,6 +33,8 @@ class Times:
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None  # first token
     last: float | None = None  # newest token
+    tokens: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Newest token of each continuation: by the engine's request id and the index there."""
 
 
 class Call:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from isthmus.server.call import Call
+from isthmus.server.call import Call, Times
 from isthmus.server.wire import Stats, Update
 
 _PREFIX = "isthmus:"
@@ -66,11 +66,18 @@ class Metrics:
             self._receipt(update.receipt)
         for piece in update.pieces:
             self._generation_tokens.inc(len(piece.token_ids))
+            if piece.token_ids:
+                self._token(times, (update.request_id, piece.index), now)
             if piece.finish_reason is not None:
                 self._success.labels(piece.finish_reason).inc()
-        if times.last is not None and now > times.last:
-            self._inter_token.observe(now - times.last)
         times.last = now
+
+    def _token(self, times: Times, continuation: tuple[str, int], now: float) -> None:
+        """A continuation gained a token."""
+        before = times.tokens.get(continuation)
+        if before is not None:
+            self._inter_token.observe(now - before)
+        times.tokens[continuation] = now
 
     def _receipt(self, receipt: Mapping[str, Any]) -> None:
         if receipt["cut_by"] is not None:
@@ -119,6 +126,7 @@ class _EngineCollector(Collector):
         yield _gauge("num_requests_running", "Continuations that have pages", stats.running)
         yield _gauge("num_requests_waiting", "Continuations that wait for pages", stats.waiting)
         yield _gauge("kv_cache_usage_perc", "Share of the arena that is live or cached", used / stats.total)
+        yield _counter("engine_steps", "Forwards since the engine's start", stats.steps)
         yield _counter("num_preemptions", "Continuations that gave back their pages to older ones", stats.preemptions)
         moved = sum(group.moved_pages * group.page_bytes for group in stats.groups)
         yield _counter("moved_bytes", "Bytes of pages moved to make room", moved)

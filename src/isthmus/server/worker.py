@@ -24,11 +24,15 @@ import zmq
 from isthmus.errors import IsthmusError
 from isthmus.params import RequestError
 from isthmus.server import wire
+from isthmus.server.heap import Heap
 
 if TYPE_CHECKING:
     from isthmus.engine.core import Engine
     from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
     from isthmus.llm import LLM
+
+IDLE_MS = 1000
+"""Milliseconds without work after which free memory is given back; the next request may follow at once before that."""
 
 
 def main() -> int:
@@ -103,6 +107,7 @@ class Service:
         self._queue_seconds: dict[str, float] = {}  # of requests that ran and were not reported yet
         self._rejected: list[wire.Rejected] = []
         self._done: list[int] = []
+        self._heap = Heap()
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Never returns: the process ends with the front, or with an error out of a step."""
@@ -112,10 +117,11 @@ class Service:
             outputs = self.engine.step()
             self._note_started()
             socket.send(wire.encode(self._report(outputs)))
+            self._heap.note_step()
 
     def _obey(self, socket: zmq.Socket[bytes]) -> None:
         """Carry out all orders that are there; wait for one while there is nothing else to do."""
-        while self.engine.has_work or self._rejected or self._done or socket.poll(None):
+        while self.engine.has_work or self._rejected or self._done or self._wait(socket):
             try:
                 message = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -124,6 +130,13 @@ class Service:
             self._carry_out(wire.decode_to_engine(message))
             if was_busy and not self.engine.has_work:
                 return  # the last request is gone: say so before waiting for more
+
+    def _wait(self, socket: zmq.Socket[bytes]) -> bool:
+        """Until there is an order."""
+        if not socket.poll(IDLE_MS):
+            self._heap.rest()
+            socket.poll(None)
+        return True
 
     def _carry_out(self, order: wire.ToEngine) -> None:
         if isinstance(order, wire.Abort):

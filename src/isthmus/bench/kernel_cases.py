@@ -1,0 +1,102 @@
+"""Which attention cases `bench kernels` runs, and what it says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from isthmus.bench.attention_cases import Case, Decode, Prefill, launches
+from isthmus.bench.clock import gpu_time
+from isthmus.bench.layouts import LAYOUTS, Heads
+
+GEMMA_1B = Heads("gemma-3-1b", 1, 4, 256, 4)
+GEMMA_4B = Heads("gemma-3-4b", 4, 2, 256, 5)
+LLAMA = Heads("llama-like", 8, 4, 128, 8)
+WIDE = Heads("dim 512", 1, 8, 512, 5)
+MODELS = (GEMMA_1B, GEMMA_4B, LLAMA, WIDE)
+WINDOWS_4B = Heads("gemma-3-4b windows", 4, 2, 256, 29)  # the other group of the model: large pages
+
+_WINDOW = 512
+_TRAFFIC = (  # sequences, cached, window
+    (256, 2000, _WINDOW),
+    (64, 2000, _WINDOW),
+    (1, 2000, _WINDOW),
+    (64, 8192, None),
+    (16, 32_768, None),
+)
+_CHUNKS = ((16, 512), (4, 2048), (1, 8192))  # sequences, tokens: a step's budget
+_PAGE = 16
+
+
+def decode_cases(page_sizes: Sequence[int]) -> list[Case]:
+    """Windows of many sequences, and long contexts of few."""
+    return [
+        Decode(heads, sequences, cached, window, page_size)
+        for heads in MODELS
+        for sequences, cached, window in _TRAFFIC
+        for page_size in page_sizes
+    ]
+
+
+def prefill_cases(page_sizes: Sequence[int]) -> list[Case]:
+    """Whole prompts, and a chunk of a long one, causal and windowed; page sizes matter to cached tokens alone."""
+    return [
+        Prefill(heads, sequences, chunk, past, window, _PAGE)
+        for heads in MODELS
+        for window in (None, _WINDOW)
+        for sequences, chunk, past in (*((n, size, 0) for n, size in _CHUNKS), (4, 2048, 6144))
+    ]
+
+
+def layout_cases(page_sizes: Sequence[int]) -> list[Case]:
+    """Decodes, and chunks after cached tokens, over every layout: pages of few layers and of many."""
+    found: list[Case] = []
+    for heads, sequences, cached in ((GEMMA_1B, 64, 8192), (WINDOWS_4B, 64, 1024)):
+        for page_size in page_sizes:
+            found += [Decode(heads, sequences, cached, None, page_size, layout) for layout in LAYOUTS]
+            found += [Prefill(heads, 16, 512, cached, None, page_size, layout) for layout in LAYOUTS]
+    return found
+
+
+CASES: Mapping[str, Callable[[Sequence[int]], list[Case]]] = {
+    "decode": decode_cases,
+    "prefill": prefill_cases,
+    "layouts": layout_cases,
+}
+
+SWEEP: Mapping[str, list[Case]] = {
+    "decode": [Decode(heads, n, cached, window) for heads in MODELS for n, cached, window in _TRAFFIC[:4]],
+    "prefill": [
+        Prefill(heads, n, chunk, past) for heads in MODELS for n, chunk, past in ((4, 2048, 0), (4, 2048, 6144))
+    ],
+}
+
+
+def measure(cases: Sequence[Case], arena: Tensor, cores: int, copy: float) -> list[dict[str, Any]]:
+    """A row for each case: microseconds of a launch, and its rate; `copy` is the bytes a second of a copy."""
+    return [_measure(case, arena, cores, copy) for case in cases]
+
+
+def _measure(case: Case, arena: Tensor, cores: int, copy: float) -> dict[str, Any]:
+    timing = gpu_time(launches(case, arena, cores))
+    if isinstance(case, Decode):
+        kind, chunk, cached, rate = "decode", 1, case.cached, case.kv_bytes / timing.us * 1e6
+        speed = {"gb_per_s": round(rate / 1e9, 1), "of_copy": round(rate / copy, 3), "tflops": None}
+    else:
+        kind, chunk, cached = "prefill", case.chunk, case.past
+        speed = {"gb_per_s": None, "of_copy": None, "tflops": round(case.operations / timing.us / 1e6, 1)}
+    return {
+        "kind": kind,
+        "shape": case.heads.name,
+        "sequences": case.sequences,
+        "chunk": chunk,
+        "cached": cached,
+        "window": case.window,
+        "page_size": case.page_size,
+        "layout": case.layout,
+        "us": round(timing.us, 2),
+        **speed,
+        "samples": [round(us, 2) for us in timing.samples],
+    }

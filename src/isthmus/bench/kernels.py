@@ -1,0 +1,128 @@
+"""The GPU kernels against what the GPU can do: copy bandwidth and bf16 matrix products, measured in the same run.
+
+decode      K and V bytes, each read once, over the time of a launch
+prefill     operations of the two products over pairs that are not masked, over the time of a launch
+pages       write_kv and copy_pages in bytes read and written; translate and scatter in microseconds
+layouts     decode and prefill over the design's pages and over others (`isthmus.bench.layouts`)
+
+Rows lie at random places of an arena of 10 GB; launches go through its layers, so that the L2 does not help. A launch
+is timed inside a CUDA graph of several. `--sweep` tries other builds of the attention kernels instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from isthmus.errors import ConfigError
+
+ARENA_BYTES = 10 << 30
+PAGE_SIZES = (16, 32, 64, 128)
+_COPY_BYTES = 2 << 30
+_COMPILE_SECONDS = 120.0
+_SWEEP_SECONDS = 400.0
+
+Row = dict[str, Any]
+SECTIONS = ("decode", "prefill", "pages", "layouts")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Every section, or those asked for. One that fails does not take the results of the others with it."""
+    wanted = args.only or SECTIONS
+    unknown = [name for name in wanted if name not in SECTIONS]
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]}: no such section, there are {', '.join(SECTIONS)}")
+    if args.sweep and not {"decode", "prefill"} & set(wanted):
+        raise ConfigError("--sweep is for the sections decode and prefill: name one of them in --only, or leave it out")
+    if not torch.cuda.is_available():
+        raise ConfigError("bench kernels measures a GPU, and torch sees none here: run it on a machine with one")
+    from isthmus.bench.bandwidth import copy_bandwidth, matmul_flops  # noqa: PLC0415
+
+    device = torch.device("cuda")
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    copy = copy_bandwidth(device, _COPY_BYTES)
+    result: dict[str, Any] = {
+        "copy_gb_per_s": round(copy / 1e9, 1),
+        "matmul_tflops": round(matmul_flops(device) / 1e12, 1),
+        "multiprocessors": cores,
+        "failed": {},
+    }
+    torch.cuda.empty_cache()
+    arena = _random_arena(device)
+    for name, section in _sections(arena, cores, copy, wanted, sweeping=args.sweep).items():
+        start = time.perf_counter()
+        try:
+            result[name] = section()
+        except Exception as error:
+            traceback.print_exc()
+            result["failed"][name] = f"{type(error).__name__}: {str(error).strip():.300}"
+        print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    return result
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people: a table for each section."""
+    yield f"copy {result['copy_gb_per_s']:,.0f} GB/s, bf16 matrix product {result['matmul_tflops']:,.0f} TFLOP/s"
+    for name in SECTIONS:
+        if name in result:
+            yield from ("", name, *_table(result[name]))
+    for name in ("sweep decode", "sweep prefill"):
+        if name in result:
+            from isthmus.bench.sweep import sweep_lines  # noqa: PLC0415
+
+            yield from ("", name, *sweep_lines(result[name]))
+    for name, problem in result["failed"].items():
+        yield f"{name} failed: {problem}"
+
+
+def _sections(
+    arena: torch.Tensor, cores: int, copy: float, wanted: Sequence[str], *, sweeping: bool
+) -> dict[str, Callable[[], list[Row]]]:
+    from isthmus.bench import kernel_cases, page_kernels  # noqa: PLC0415 (Triton, which a CPU install may lack)
+    from isthmus.bench.precompile import compile_all  # noqa: PLC0415
+    from isthmus.bench.sweep import sweep  # noqa: PLC0415
+
+    if sweeping:
+        kinds = {name: cases for name, cases in kernel_cases.SWEEP.items() if name in wanted}
+        each = _SWEEP_SECONDS / max(1, len(kinds))
+        return {f"sweep {name}": partial(sweep, cases, arena, cores, each) for name, cases in kinds.items()}
+    cases = {name: kernel_cases.CASES[name](PAGE_SIZES) for name in wanted if name in kernel_cases.CASES}
+    for build, problem in compile_all([case for some in cases.values() for case in some], _COMPILE_SECONDS).items():
+        print(f"not compiled ahead: {build}: {problem}", file=sys.stderr)
+    found: dict[str, Callable[[], list[Row]]] = {
+        name: partial(kernel_cases.measure, some, arena, cores, copy) for name, some in cases.items()
+    }
+    if "pages" in wanted:
+        found["pages"] = partial(page_kernels.measure, arena, copy)
+    return {name: found[name] for name in SECTIONS if name in found}
+
+
+def _random_arena(device: torch.device) -> torch.Tensor:
+    """bf16 noise: what a GPU draws, and so how fast it runs, depends on its data."""
+    arena = torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device)
+    noise = torch.randn(64 << 20, dtype=torch.bfloat16, device=device)
+    for part in torch.split(arena.view(torch.bfloat16), len(noise)):
+        part.copy_(noise[: len(part)])
+    return arena
+
+
+def _table(rows: Iterable[Row]) -> Iterator[str]:
+    rows = list(rows)
+    columns = [name for name in rows[0] if name != "samples"]
+    cells = [columns, *([_cell(row[name]) for name in columns] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    for row in cells:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,226 @@
+"""Decode steps at fixed batch sizes: where the time goes, against the bytes that a step cannot avoid to read.
+
+wall_ms         one `Engine.step`, everything included
+host_ms         of that on the host: schedule; launch; settle, which is the rest: results, text, outputs. Waiting for
+                the device is left out. On a CPU the forward runs inside launch
+gpu.span_ms     from the start of a step's work on the stream to its end, gaps between kernels included
+gpu.busy_ms     of that with a kernel running, by torch's profiler; gpu.by_class sums kernels
+floor_ms        weights once and the live K/V once, at the bandwidth of a copy in the same run
+
+Requests have prompts of random tokens. Steps are measured when all of them decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from isthmus.bench.bandwidth import copy_bandwidth
+from isthmus.bench.stopwatch import Stopwatch, measured
+from isthmus.bench.trace import traced
+from isthmus.engine import capacity
+from isthmus.engine.backends import resolve_device
+from isthmus.engine.config import EngineConfig, SchedulerConfig
+from isthmus.errors import ConfigError
+from isthmus.flags import engine_args
+from isthmus.llm import LLM
+from isthmus.memory import Group
+from isthmus.model.source import build_model, resolve
+from isthmus.params import SamplingParams
+
+WARM = 5  # steps before those that are measured
+TRACED = 8  # steps under the profiler
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
+_SHOWN = 12  # kernels
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Every batch size in turn, on one engine."""
+    if min(*args.batch, args.context, args.steps) < 1:
+        raise ConfigError("--batch, --context and --steps must be at least 1")
+    settings = {"max_num_seqs": max(SchedulerConfig.max_num_seqs, *args.batch)} | engine_args(args)
+    device = resolve_device(EngineConfig.build(**settings).device)
+    bandwidth = copy_bandwidth(torch.device(device), _COPY_BYTES[device])
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the engine takes what it finds free
+    llm = LLM(**settings)
+    _require_room(llm, args)
+    weights = weight_bytes(llm)
+    batches = []
+    for batch in args.batch:
+        print(f"batch {batch} ...", file=sys.stderr)
+        batches.append(_measure(llm, batch, args.context, args.steps, weights, bandwidth))
+    return {
+        "model": llm.name,
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "device": device,
+        "settings": {name: str(value) for name, value in (settings | {"model": llm.name}).items()},
+        "context": args.context,
+        "steps": args.steps,
+        "copy_bytes_per_second": round(bandwidth),
+        "weight_bytes": weights,
+        "batches": batches,
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    yield (
+        f"{result['model']} on a {result['device']}: context {result['context']:,}, weights {result['weight_bytes']:,} "
+        f"bytes, copy {result['copy_bytes_per_second'] / 1e9:,.0f} GB/s; milliseconds a step, medians"
+    )
+    head = (
+        "batch",
+        "wall",
+        "host",
+        "schedule",
+        "launch",
+        "settle",
+        "GPU span",
+        "GPU busy",
+        "floor",
+        "wall/fl",
+        "GPU/fl",
+    )
+    yield "".join(f"{name:>10}" for name in head)
+    for one in result["batches"]:
+        host, gpu = one["host_ms"], one["gpu"] or {}
+        row = [one["wall_ms"]["median"], *(host[name]["median"] for name in ("total", "schedule", "launch", "settle"))]
+        row += [gpu.get("span_ms", {}).get("median"), gpu.get("busy_ms")]
+        row += [one["floor_ms"], one["wall_over_floor"], one["gpu_over_floor"]]
+        yield f"{one['batch']:>10}" + "".join(f"{'-' if cell is None else format(cell, '.3f'):>10}" for cell in row)
+    traces = [one for one in result["batches"] if one["gpu"]]
+    for one in traces:
+        parts = ", ".join(f"{kind} {ms:.3f}" for kind, ms in one["gpu"]["by_class_ms"].items())
+        yield f"GPU at batch {one['batch']}: {parts}"
+    for kernel in traces[-1]["gpu"]["kernels"] if traces else ():
+        yield f"{kernel['ms']:>10.3f} ms {kernel['calls']:>8.1f} calls  {kernel['class']:<22}{kernel['name']:.80}"
+
+
+def weight_bytes(llm: LLM) -> int:
+    """Bytes of the weights that a step reads: all of them once, but for an embedding that only rows are taken of."""
+    source = resolve(llm.config.model.model, load_format=llm.config.model.load_format)
+    model = build_model(source, llm.dtype, load_format="dummy", device="meta")
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    spared = 0 if head is None or head.weight is embedding else embedding.nbytes
+    return int(sum(parameter.nbytes for parameter in model.parameters()) - spared)
+
+
+def kv_bytes(groups: Sequence[Group], lengths: Sequence[int]) -> float:
+    """Bytes of K/V that a decode reads, by the tokens of each sequence, its newest included."""
+    total = 0.0
+    for group in groups:
+        token_bytes = sum(part.nbytes for part in group.spec.parts) / group.spec.page_size
+        total += token_bytes * sum(min(n, group.window or n) for n in lengths)
+    return total
+
+
+def _require_room(llm: LLM, args: argparse.Namespace) -> None:
+    """ConfigError if the largest batch would not run as one."""
+    engine, batch, config = llm.engine, max(args.batch), llm.config
+    if batch > config.scheduler.max_num_seqs:
+        raise ConfigError(f"--batch {batch} is more than --max-num-seqs {config.scheduler.max_num_seqs}: raise that")
+    # While the last prompts are read, the first sequences decode already.
+    prefill = -(-batch * args.context // max(1, config.scheduler.max_num_batched_tokens - batch)) + WARM
+    length = args.context + prefill + 2 * WARM + 2 * args.steps + TRACED
+    longest = engine.scheduler.max_model_len
+    if length > longest:
+        raise ConfigError(
+            f"--context {args.context:,} and --steps {args.steps:,} need sequences of {length:,} tokens, and this "
+            f"engine takes {longest:,}: lower them, or raise --max-model-len or --pool-bytes"
+        )
+    fits = capacity.concurrent(engine.pool, length, config.memory.max_total_tokens)
+    if fits < batch:
+        raise ConfigError(
+            f"only {fits:,} sequences of {length:,} tokens fit together, not {batch:,}: "
+            "lower --batch, --context or --steps, or raise --pool-bytes"
+        )
+
+
+def _measure(llm: LLM, batch: int, context: int, steps: int, weights: int, bandwidth: float) -> dict[str, Any]:
+    engine = llm.engine
+    rng = np.random.default_rng(batch)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    names = [f"{batch}.{i}" for i in range(batch)]
+    for name in names:
+        engine.add_request(name, rng.integers(3, llm.layout.vocab_size, context).tolist(), params)
+    try:
+        waiting = set(names)
+        while waiting:
+            waiting -= {output.request_id for output in engine.step()}
+        for _ in range(WARM):
+            engine.step()
+        before = _lengths(llm)
+        watch = _timed_steps(llm, batch, steps)
+        after = _lengths(llm)
+        gpu = _traced_steps(llm) if llm.config.device.device == "cuda" else None
+    finally:
+        for name in names:
+            engine.abort(name)
+        engine.drain()
+        engine.reset_prefix_cache()
+    live = (kv_bytes(llm.layout.groups, before) + kv_bytes(llm.layout.groups, after)) / 2
+    floor = (weights + live) / bandwidth * 1e3
+    wall = _summary(watch.wall)
+    if gpu is not None:
+        gpu = {"span_ms": _summary(watch.span())} | gpu
+    return {
+        "batch": batch,
+        "wall_ms": wall,
+        "host_ms": {name: _summary(times) for name, times in watch.host().items()},
+        "gpu": gpu,
+        "kv_bytes": round(live),
+        "floor_ms": round(floor, 4),
+        "wall_over_floor": round(wall["median"] / floor, 3),
+        "gpu_over_floor": round(gpu["busy_ms"] / floor, 3) if gpu and gpu["busy_ms"] else None,
+    }
+
+
+def _timed_steps(llm: LLM, batch: int, steps: int) -> Stopwatch:
+    engine = llm.engine
+    with measured(engine, cuda=llm.config.device.device == "cuda") as watch:
+        for _ in range(2):  # a step that was launched before comes in
+            engine.step()
+        watch.reset()
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step()
+            watch.lap(time.perf_counter() - start)
+    if set(watch.sizes) != {(batch, batch)}:
+        raise ConfigError(f"not all {batch} sequences ran in every step: raise --pool-bytes, or lower --context")
+    return watch
+
+
+def _traced_steps(llm: LLM) -> dict[str, Any]:
+    with traced() as trace:
+        for _ in range(TRACED):
+            llm.engine.step()
+    if not trace.events:
+        print("the profiler saw no kernel: GPU times by class are missing", file=sys.stderr)
+    per_step = 1e-3 / TRACED
+    return {
+        "busy_ms": round(trace.busy_us * per_step, 4),
+        "by_class_ms": {kind: round(us * per_step, 4) for kind, us in trace.by_class().items()},
+        "kernels": [
+            {"name": one["name"], "class": one["class"], "calls": one["calls"] / TRACED, "ms": one["us"] * per_step}
+            for one in trace.top(_SHOWN)
+        ],
+        "traced_steps": TRACED,
+    }
+
+
+def _lengths(llm: LLM) -> list[int]:
+    return [sequence.length for sequence in llm.engine.scheduler.running]
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """Milliseconds: the median, and every sample."""
+    samples = [round(s * 1e3, 4) for s in seconds]
+    return {"median": round(statistics.median(samples), 4), "samples": samples}

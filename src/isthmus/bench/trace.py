@@ -1,0 +1,100 @@
+"""What a GPU did, by kernel: a trace of torch's profiler, its kernels sorted into classes by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+CLASSES = {
+    "attention": r"decode_kernel|prefill_kernel|attention|attend|flash|fmha|merge_kernel",
+    "cache writes": r"write_kernel|write_kv",
+    "tables and moves": r"^_?(translate|scatter|copy|fill)_kernel",
+    "sampling": r"argmax|survey|greedy|choose|edit_kernel|rank_kernel|score_kernel|softmax|sort|topk|radix|multinomial",
+    "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|matmul|triton_tem|triton_mm|linear|dot_kernel",
+    "elementwise and norms": r"^triton_|elementwise|reduce_kernel|norm|gather|index|embedding|cat|silu|gelu|rotary",
+}
+"""Patterns of kernel names, case ignored; the first that matches is the class, "other" if none does."""
+
+_DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a GPU did, in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+
+@dataclass
+class Trace:
+    """What was traced; complete when the block of `traced` has ended."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def busy_us(self) -> float:
+        """Microseconds in which anything ran."""
+        busy, reached = 0.0, float("-inf")
+        for event in sorted(self.events, key=lambda event: event.start):
+            end = event.start + event.duration
+            busy += max(0.0, end - max(reached, event.start))
+            reached = max(reached, end)
+        return busy
+
+    def by_class(self) -> dict[str, float]:
+        """Microseconds of each class, in the order of `CLASSES`."""
+        total = dict.fromkeys((*CLASSES, "other"), 0.0)
+        for event in self.events:
+            total[class_of(event.name)] += event.duration
+        return total
+
+    def top(self, count: int) -> list[dict[str, Any]]:
+        """The kernels that took longest in all: name, class, calls, microseconds."""
+        of_name: dict[str, list[float]] = defaultdict(list)
+        for event in self.events:
+            of_name[event.name].append(event.duration)
+        longest = sorted(of_name.items(), key=lambda item: -sum(item[1]))[:count]
+        return [
+            {"name": name[:200], "class": class_of(name), "calls": len(times), "us": sum(times)}
+            for name, times in longest
+        ]
+
+
+def class_of(name: str) -> str:
+    """The class of a kernel."""
+    return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[Trace]:
+    """Trace what runs on the GPU in the block; both ends wait for it.
+
+    The file of the trace is read instead of the profiler's own table, which counts annotated ranges as kernels too.
+    """
+    trace = Trace()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield trace
+        torch.cuda.synchronize()
+    with TemporaryDirectory(prefix="isthmus-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace.events += device_events(json.loads(path.read_text())["traceEvents"])
+
+
+def device_events(entries: Iterable[dict[str, Any]]) -> Sequence[Event]:
+    """The entries of a Chrome trace that ran on a GPU."""
+    found = (entry for entry in entries if entry.get("ph") == "X" and entry.get("cat") in _DEVICE_EVENTS)
+    return [Event(entry["name"], float(entry["ts"]), float(entry["dur"])) for entry in found]

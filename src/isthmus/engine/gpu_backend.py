@@ -1,0 +1,137 @@
+"""A model on an NVIDIA GPU: Triton kernels, compiled layers, CUDA graphs, and an arena sized by measurement."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from isthmus.engine import sizing
+from isthmus.engine.config import EngineConfig
+from isthmus.engine.device_runner import DeviceRunner
+from isthmus.engine.step import BlockWrites, Executor, SampleRow, Step
+from isthmus.memory import Delta, Pool
+from isthmus.memory.group import null_bytes
+from isthmus.model.compile import prepare
+from isthmus.model.layout import ModelLayout
+from isthmus.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What running takes on the device beside weights and arena, in bytes, as measured."""
+
+    activations: int  # of the largest step, launch by launch
+    graphs: int
+
+
+class GpuBackend:
+    """Triton kernels, compiled layers and CUDA graphs."""
+
+    def __init__(
+        self, model: PreTrainedModel, layout: ModelLayout, config: EngineConfig, eos_token_ids: Collection[int]
+    ) -> None:
+        self._model, self._layout, self._config, self._eos = model, layout, config, eos_token_ids
+        self._device = next(model.parameters()).device
+        self._graphs = not config.device.enforce_eager
+        self._arena: Tensor | None = None
+        self.described = str(prepare(model, compiled=self._graphs))
+        self.footprint = self._measure()
+
+    def arena_bytes(self) -> int:
+        """See `Backend`. A share of the device less what weights, activations, graphs and others take."""
+        memory = self._config.memory
+        free, total = torch.cuda.mem_get_info(self._device)
+        taken = total - free
+        reserve = self.footprint.activations + self.footprint.graphs
+        room = int(total * memory.gpu_memory_utilization) - taken - reserve
+        return sizing.device_arena_bytes(memory, self._layout.groups, room, free - reserve, taken, reserve)
+
+    def executor(self, pool: Pool, max_model_len: int) -> Executor:
+        """See `Backend`."""
+        if self._arena is None:
+            self._arena = torch.empty(pool.arena_bytes, dtype=torch.uint8, device=self._device)
+        assert self._arena.numel() == pool.arena_bytes
+        gc.collect()  # an executor that was there before has graphs, which hold memory
+        return self._runner(self._arena, pool.ids("tokens").capacity, max_model_len, graphs=self._graphs)
+
+    def _runner(self, arena: Tensor, num_ids: int, max_model_len: int, *, graphs: bool) -> DeviceRunner:
+        return DeviceRunner(
+            self._model,
+            self._layout,
+            arena,
+            num_ids,
+            self._config.scheduler.max_num_seqs,
+            max_model_len,
+            self._eos,
+            graphs=graphs,
+        )
+
+    def _measure(self) -> Footprint:
+        """Run the largest steps there can be over an arena of null pages, which also compiles every kernel."""
+        scheduler, longest = self._config.scheduler, self._config.model.max_model_len or self._layout.max_model_len
+        null = null_bytes(self._layout.groups)
+        arena = torch.zeros(2 * null, dtype=torch.uint8, device=self._device)
+        runner = self._runner(arena, 1, longest, graphs=False)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        for step in warm_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest):
+            runner.run(step)
+        runner.warm_pages()
+        activations = torch.cuda.max_memory_allocated(self._device) - before
+        del runner
+        graphs = self._measure_graphs(arena, longest) if self._graphs else 0
+        return Footprint(activations, graphs)
+
+    def _measure_graphs(self, arena: Tensor, longest: int) -> int:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        runner = self._runner(arena, 1, longest, graphs=True)
+        torch.cuda.empty_cache()
+        used = free - torch.cuda.mem_get_info(self._device)[0]
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+        return max(0, used)
+
+
+def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
+    """The largest step of each sort: prefill to the budget, decodes with every kind of sampling, both together.
+
+    No sequence has a page, so all of them read and write the null page.
+    """
+    greedy = SamplingParams(temperature=0.0)
+    drawn = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01)
+    edited = SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.1, logit_bias={0: 1.0})
+    scored = SamplingParams(temperature=0.0, logprobs=1)
+    mixed = [greedy, drawn, edited, scored]
+    prompts: list[int] = []
+    while sum(prompts) < max_tokens and len(prompts) < max_num_seqs:
+        prompts.append(min(longest - 1, max_tokens - sum(prompts)))
+    steps = [_blank(prompts, [greedy]), _blank([1] * max_num_seqs, [greedy]), _blank([1] * max_num_seqs, mixed)]
+    if max_num_seqs > 1 and max_tokens > 3:
+        steps.append(_blank([2, 1], mixed))
+    return steps
+
+
+def _blank(counts: list[int], params: list[SamplingParams]) -> Step:
+    none = np.zeros(0, np.int32)
+    start = np.cumsum([0, *counts]).astype(np.int32)
+    samples = tuple(
+        SampleRow(row, int(start[row + 1]) - 1, params[row % len(params)], None, n, [0] * n, [], True)
+        for row, n in enumerate(counts)
+    )
+    return Step(
+        Delta(),
+        BlockWrites(none, none, none),
+        np.zeros(int(start[-1]), np.int32),
+        start,
+        np.zeros(len(counts), np.int32),
+        np.arange(len(counts), dtype=np.int32),
+        samples,
+    )

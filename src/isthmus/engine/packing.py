@@ -1,0 +1,211 @@
+"""One copy per step from the host to the device: named arrays packed into one buffer on both sides.
+
+A host buffer is pinned, so the copy returns at once and the device reads the buffer later; it must not be written
+again before that. Hence a ring of them, each with an event that its copy records:
+
+    upload i:  wait for the copy of upload i - ring  ->  write host buffer i % ring  ->  copy  ->  record
+
+The device side needs no ring: the copies and the kernels that read them run on one stream, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGN = 16
+"""Bytes on which every section starts, so that a kernel meets no alignment it has not been compiled for."""
+
+_DTYPES = {
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+Sections: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+def _align(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Fixed places in the device buffer, for what a CUDA graph reads.
+
+    `places` maps a name to (offset, capacity) in bytes; offsets are multiples of 16. ValueError for places that
+    overlap or are not aligned.
+    """
+
+    places: Mapping[str, tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for name, (offset, capacity) in sorted(self.places.items(), key=lambda item: item[1]):
+            if offset < end or offset % ALIGN or capacity < 0:
+                raise ValueError(
+                    f"place {name!r} at byte {offset} of {capacity} bytes overlaps its neighbour or is not on {ALIGN}"
+                )
+            end = offset + capacity
+
+    @classmethod
+    def of(cls, capacities: Mapping[str, int]) -> Layout:
+        """Places of those capacities in bytes, one behind the other."""
+        places, end = {}, 0
+        for name, capacity in capacities.items():
+            places[name] = (end, capacity)
+            end = _align(end + capacity)
+        return cls(places)
+
+    @property
+    def nbytes(self) -> int:
+        """Up to the end of the last place, aligned."""
+        return _align(max((offset + capacity for offset, capacity in self.places.values()), default=0))
+
+
+class _Event(Protocol):
+    """What of `torch.cuda.Event` a ring needs."""
+
+    def record(self, stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class _Staging:
+    """One host buffer of the ring, and the event of the copy that reads it."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device = device
+        self._event: _Event | None = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self.array: NDArray[np.uint8] = self.bytes.numpy()
+
+    def acquire(self, nbytes: int) -> None:
+        """Wait until nobody reads the buffer, and make it at least that large."""
+        if self._event is not None:
+            self._event.synchronize()
+        if nbytes > len(self.array):
+            self._allocate(_grown(len(self.array), nbytes))
+
+    def copy(self, start: int, end: int, target: Tensor) -> None:
+        """Enqueue the copy of bytes [start, end) to the start of `target` on the current stream."""
+        if end > start:
+            target[: end - start].copy_(self.bytes[start:end], non_blocking=True)
+
+    def release(self) -> None:
+        """Say that all copies of this round are enqueued."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+
+class _Target:
+    """A device buffer, and typed views over the whole of it (one view less to make per section)."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._typed = {dtype: self.bytes.view(dtype) for dtype in _DTYPES.values()}
+
+    def view(self, offset: int, array: NDArray[Any]) -> Tensor:
+        dtype = _DTYPES[array.dtype]
+        flat = self._typed[dtype].narrow(0, offset // dtype.itemsize, array.size)
+        return flat if array.ndim == 1 else flat.view(array.shape)
+
+
+def _grown(nbytes: int, needed: int) -> int:
+    return _align(max(needed, 2 * nbytes))
+
+
+class Packer:
+    """Uploads the arrays of a step in one copy.
+
+    The device buffer of `capacity_bytes` never moves, so a graph may read the places of a `Layout` in it. What does
+    not fit behind them goes to a second buffer that grows, in a copy of its own: size the capacity so that it is rare.
+
+    Args:
+        device: a CUDA device (pinned host memory, asynchronous copies) or the CPU (plain memory).
+        capacity_bytes: of the device buffer, and of each host buffer at first.
+        ring: host buffers. With k of them the host may run k uploads ahead of the device before it waits.
+    """
+
+    def __init__(self, device: torch.device | str, capacity_bytes: int, ring: int = 3) -> None:
+        assert ring > 0
+        self.device = torch.device(device)
+        capacity = _align(capacity_bytes)
+        self._ring = [_Staging(self.device, capacity) for _ in range(ring)]
+        self._turn = 0
+        self._fixed = _Target(self.device, capacity)
+        self._overflow = _Target(self.device, 0)
+
+    def upload(self, sections: Sections, layout: Layout | None = None) -> dict[str, Tensor]:
+        """Views of the device buffer by name, with the arrays' shapes and dtypes, each on 16 bytes.
+
+        Without a layout sections are packed tightly in their order. With one, each of its names must be among the
+        sections and fit its place, whose rest is filled with zeros (nothing stale in a padding lane); other sections
+        follow behind it. The arrays may be changed at once. The views hold, in stream order, until the next upload;
+        upload and readers must be on the same stream.
+
+        AssertionError for a dtype other than bool, uint8, int32, int64, float32, float64, and for a layout that a
+        section or the device buffer is too small for.
+        """
+        places = self._check(sections, layout) if layout is not None else {}
+        start = layout.nbytes if layout is not None else 0
+        offsets, end = _place(sections, places, start)
+        staging = self._ring[self._turn]
+        self._turn = (self._turn + 1) % len(self._ring)
+        staging.acquire(end)
+        for name, array in sections.items():
+            _write(staging.array, offsets[name], array, places[name][1] if name in places else array.nbytes)
+        together = end <= len(self._fixed.bytes)
+        staging.copy(0, end if together else start, self._fixed.bytes)
+        if not together:
+            if end - start > len(self._overflow.bytes):
+                self._overflow = _Target(self.device, _grown(len(self._overflow.bytes), end - start))
+            staging.copy(start, end, self._overflow.bytes)
+        staging.release()
+        return {
+            name: self._fixed.view(offsets[name], array)
+            if together or name in places
+            else self._overflow.view(offsets[name] - start, array)
+            for name, array in sections.items()
+        }
+
+    def _check(self, sections: Sections, layout: Layout) -> Mapping[str, tuple[int, int]]:
+        capacity = len(self._fixed.bytes)
+        assert layout.nbytes <= capacity, f"a layout of {layout.nbytes} bytes in a device buffer of {capacity}"
+        for name, (_, room) in layout.places.items():
+            assert name in sections, f"section {name!r} of the layout is missing: a graph would read the last step's"
+            needed = sections[name].nbytes
+            assert needed <= room, (
+                f"section {name!r} has {needed} bytes, its place in the layout {room}: it cannot grow"
+            )
+        return layout.places
+
+
+def _place(sections: Sections, places: Mapping[str, tuple[int, int]], start: int) -> tuple[dict[str, int], int]:
+    """Byte offset of every section, and where the last one ends: fixed places first, the others from `start`."""
+    offsets, end = {}, start
+    for name, array in sections.items():
+        if name in places:
+            offsets[name] = places[name][0]
+        else:
+            offsets[name] = end
+            end = _align(end + array.nbytes)
+    return offsets, end
+
+
+def _write(into: NDArray[np.uint8], offset: int, array: NDArray[Any], capacity: int) -> None:
+    assert array.dtype in _DTYPES, f"cannot pack an array of {array.dtype}"
+    end = offset + array.nbytes
+    into[offset:end].view(array.dtype).reshape(array.shape)[...] = array
+    into[end : offset + capacity] = 0

@@ -1,0 +1,83 @@
+"""What sequences take from the prefix cache and leave in it.
+
+    match -> start    a sequence starts: what is cached of it, and where its prefill chunks end besides
+    share, keep       a step was planned: full pages become the cache's, boundaries somebody may come back to are kept
+
+A page may be shared once all its tokens are here and the step that computes it was handed out: whatever reads it
+later runs later. A state page holds the state at `past` for whatever runs next, so its snapshot is taken there, before
+the next step of that sequence is planned, or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from isthmus.cache.prefix import Match, PrefixCache
+from isthmus.engine.placement import Placement
+from isthmus.engine.sequence import Sequence, Status
+
+
+class Sharing:
+    """Between the sequences of one scheduler and its prefix cache."""
+
+    def __init__(self, cache: PrefixCache, placement: Placement) -> None:
+        self._cache = cache
+        self._placement = placement
+        self._page_size = cache.roles.page_size
+
+    def match(self, sequence: Sequence) -> Match | None:
+        """What the cache has of a sequence that is about to start. Prompt logprobs need the prompt computed."""
+        if sequence.cold or sequence.request.params.prompt_logprobs is not None:
+            return None
+        if sequence.names is None:
+            sequence.names = self._cache.names(sequence.request.cache_salt)
+        sequence.names.extend(sequence.tokens(sequence.names.tokens, sequence.known))
+        return self._cache.match(sequence.names, sequence.known)
+
+    def start(self, sequence: Sequence, match: Match) -> None:
+        """It starts from that hit; the first of a request's sequences to do so is the one its receipt tells of."""
+        sequence.past = match.columns * self._page_size
+        sequence.cuts = self._cuts(sequence, match)
+        receipt = sequence.request.receipt
+        if not receipt.restorable:
+            receipt.cached_tokens = min(sequence.past, len(sequence.prompt))
+            receipt.restorable = dict(match.per_kind)
+            receipt.known_tokens = match.known * self._page_size
+            receipt.cut_by = match.cut_by
+
+    def is_coming(self, sequence: Sequence) -> bool:
+        """Is a sibling about to compute the prompt of this waiting sequence?"""
+        first = sequence.request.sequences[0]
+        running = sequence is not first and first.status is Status.RUNNING
+        return running and self._page_size < len(first.prompt) and first.past < len(first.prompt)
+
+    def share(self, sequences: Iterable[Sequence]) -> None:
+        """Full pages of these running sequences become the cache's, as far as their tokens are here."""
+        named = [(s, s.names, min(s.past, s.known)) for s in sequences if s.names is not None]
+        if not named:
+            return
+        for sequence, names, here in named:
+            if names.tokens <= here - self._page_size:
+                names.extend(sequence.tokens(names.tokens, here))
+        rows = np.array([sequence.row for sequence, _, _ in named], np.int64)
+        past = np.array([here for _, _, here in named], np.int64)
+        self._placement.share(rows, past, [names for _, names, _ in named])
+
+    def keep(self, sequence: Sequence) -> None:
+        """Somebody may come back to where this sequence is, whose pages are shared."""
+        if sequence.names is None or not sequence.past:
+            return
+        if sequence.past <= sequence.known:
+            self._placement.keep(sequence.row, sequence.past, sequence.names)
+        else:  # its state has taken in a token that is not here, so that nobody can name the place
+            self._cache.keep(sequence.names, sequence.known // self._page_size)
+
+    def _cuts(self, sequence: Sequence, match: Match) -> tuple[int, ...]:
+        """Where its prefill chunks end besides, so that somebody can come back: at a branch; with states, at the last
+        boundary of what it has, where they must be saved on the spot."""
+        cuts = {match.branch * self._page_size}
+        if self._cache.roles.states:
+            cuts.add((sequence.length - 1) // self._page_size * self._page_size)
+        return tuple(sorted(cut for cut in cuts if sequence.past < cut < sequence.length))

@@ -1,0 +1,269 @@
+"""Paged attention on a GPU: decode and prefill over strided views of the arena (Triton).
+
+Who reads what is planned on the host (`kernels/plan.py`) and carried in small integer tensors, so launches need
+nothing from the device. No call allocates or synchronises: all of them can be captured in a CUDA graph, and a graph
+of `decode_attention` serves any lengths, because the number of live items is read on the device.
+
+A layer's kernels are specialised by head counts and sizes, page size, dtypes, and whether there is a soft cap, a
+sink, or (prefill) a window; never by lengths, batch sizes, or the window's size. Inputs of a layer should keep their
+strides' and addresses' alignment to 16 elements and 16 bytes from step to step: that is compiled in too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from isthmus.kernels.attention_decode import decode_kernel
+from isthmus.kernels.attention_prefill import prefill_kernel
+from isthmus.kernels.plan import FIELDS
+from isthmus.kernels.reference import Scoring
+from isthmus.kernels.views import Pages, stride
+from isthmus.kernels.write_kv import write_kv
+
+__all__ = [
+    "DecodeConfig",
+    "DecodeItems",
+    "PrefillConfig",
+    "PrefillTiles",
+    "Workspace",
+    "decode_attention",
+    "decode_config",
+    "prefill_attention",
+    "prefill_config",
+    "prefill_tile",
+    "write_kv",
+]
+
+
+class DecodeConfig(NamedTuple):
+    """How a decode kernel is built."""
+
+    block_n: int  # keys at a time
+    num_warps: int
+    num_stages: int  # num_stages - 1 blocks of K and V are in flight
+
+
+class PrefillConfig(NamedTuple):
+    """How a prefill kernel is built."""
+
+    block_m: int  # query heads x queries at a time
+    block_n: int  # keys at a time
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DecodeItems:
+    """The work of one decode launch, on the device: see `plan_decode`."""
+
+    items: Tensor  # int32 [capacity, 8], contiguous
+    count: Tensor  # int32 [1]: how many of them are live
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """The work of one prefill launch: see `plan_prefill`."""
+
+    tiles: Tensor  # int32 [n, 8] on the device, contiguous
+    block: int  # queries of a tile, as planned
+    window: int | None = None  # a query sees itself and window - 1 tokens before it
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where decode items of one sequence meet. Layers share it, one launch after the other on one stream."""
+
+    rows: Tensor  # fp32 [most_items * heads * v_dim]: weighted value rows of a part
+    stats: Tensor  # fp32 [most_items * heads * 2]: its maxima, its sums
+    counters: Tensor  # int32 [most_items * heads]: parts that have arrived; all 0 between launches
+
+    @classmethod
+    def of(cls, most_items: int, heads: int, v_dim: int, device: torch.device | str) -> Workspace:
+        """Room for `most_items` items of any layer with at most so many query heads and value dims."""
+        rows = torch.empty(most_items * heads * v_dim, dtype=torch.float32, device=device)
+        stats = torch.empty(most_items * heads * 2, dtype=torch.float32, device=device)
+        return cls(rows, stats, torch.zeros(most_items * heads, dtype=torch.int32, device=device))
+
+    def holds(self, items: int, heads: int, v_dim: int) -> bool:
+        """Whether so many parts of such a layer fit."""
+        return items * heads * v_dim <= self.rows.numel() and items * heads <= self.counters.numel()
+
+
+def decode_config(k_dim: int, v_dim: int, itemsize: int) -> DecodeConfig:
+    """The build for head sizes and the bytes of a page's element: about 32 KiB of K and V per block."""
+    row_bytes = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
+    block_n = min(128, max(16, 1 << ((32768 // row_bytes).bit_length() - 1)))
+    # Rows that must be widened need the registers of more warps.
+    num_warps = 8 if itemsize == 1 and k_dim + v_dim > 256 else 4
+    return DecodeConfig(block_n, num_warps, 4 if k_dim + v_dim < 512 else 3)  # measured for 256 + 256 alone
+
+
+def prefill_config(k_dim: int, v_dim: int, itemsize: int) -> PrefillConfig:
+    """The build for head sizes and the bytes of an activation's element."""
+    wide = triton.next_power_of_2(max(k_dim, v_dim))
+    if itemsize > 2:
+        return PrefillConfig(16, 16, 4, 2)
+    if wide <= 64:
+        return PrefillConfig(128, 64, 4, 3)
+    if wide <= 128:
+        return PrefillConfig(128, 64, 8, 3)
+    return PrefillConfig(128, 32, 8, 3) if wide <= 256 else PrefillConfig(64, 32, 8, 2)
+
+
+def prefill_tile(group: int, k_dim: int, v_dim: int, itemsize: int) -> int:
+    """Queries per tile to plan with, for `group` query heads per KV head."""
+    return max(1, prefill_config(k_dim, v_dim, itemsize).block_m // group)
+
+
+def decode_attention(
+    query: Tensor,
+    out: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    plan: DecodeItems,
+    workspace: Workspace,
+    how: Scoring,
+    *,
+    num_programs: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    config: DecodeConfig | None = None,
+) -> None:
+    """One query token per sequence over its cached tokens, its own row among them; writes `out` at the plan's tokens.
+
+    query `[T, heads, k_dim]` and out `[T, heads, v_dim]`, unit last stride; pages as in `Pages`; `page_table` int32
+    `[rows, columns]`, unit last stride, valid where the plan reads. `num_programs` programs per KV head share the
+    items: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale` and `v_scale`.
+    """
+    pages = Pages.of(key_pages, value_pages)
+    heads = query.shape[1]
+    _check(plan.items, heads, pages)
+    assert workspace.holds(len(plan.items), heads, pages.v_dim), "the workspace is for fewer items or smaller layers"
+    group = heads // pages.kv_heads
+    block_n, num_warps, num_stages = config or decode_config(pages.k_dim, pages.v_dim, key_pages.itemsize)
+    decode_kernel[(num_programs * pages.kv_heads,)](
+        query,
+        out,
+        key_pages,
+        value_pages,
+        page_table,
+        plan.items,
+        plan.count,
+        workspace.rows,
+        workspace.stats,
+        workspace.counters,
+        how.sinks,
+        how.scaling * k_scale,
+        how.softcap or 0.0,
+        v_scale,
+        stride(query, 0),
+        stride(query, 1),
+        stride(out, 0),
+        stride(out, 1),
+        page_table.stride(0),
+        pages.page_vectors,
+        KV_HEADS=pages.kv_heads,
+        GROUP=group,
+        K_DIM=pages.k_dim,
+        V_DIM=pages.v_dim,
+        PAGE_SIZE=pages.page_size,
+        VECTOR=pages.vector,
+        SOFTCAP=how.softcap is not None,
+        SINKS=how.sinks is not None,
+        PRECISION=_precision(query),
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(pages.k_dim),
+        BLOCK_V=triton.next_power_of_2(pages.v_dim),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def prefill_attention(
+    query: Tensor,
+    out: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    plan: PrefillTiles,
+    how: Scoring,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    config: PrefillConfig | None = None,
+) -> None:
+    """The chunks of a step over their cached tokens, then over their own rows; writes `out` at the chunks' tokens.
+
+    key `[T, kv_heads, k_dim]` and value `[T, kv_heads, v_dim]` are the step's own rows, unit last stride, not scaled;
+    the rest as in `decode_attention`. The page table is valid for the cached tokens that a chunk's queries see.
+    """
+    if len(plan.tiles) == 0:
+        return
+    pages = Pages.of(key_pages, value_pages)
+    group = query.shape[1] // pages.kv_heads
+    _check(plan.tiles, query.shape[1], pages)
+    block_m, block_n, num_warps, num_stages = config or prefill_config(pages.k_dim, pages.v_dim, query.itemsize)
+    prefill_kernel[(len(plan.tiles) * pages.kv_heads,)](
+        query,
+        out,
+        key,
+        value,
+        key_pages,
+        value_pages,
+        page_table,
+        plan.tiles,
+        how.sinks,
+        how.scaling,
+        how.softcap or 0.0,
+        k_scale,
+        v_scale,
+        stride(query, 0),
+        stride(query, 1),
+        stride(out, 0),
+        stride(out, 1),
+        stride(key, 0),
+        stride(key, 1),
+        stride(value, 0),
+        stride(value, 1),
+        page_table.stride(0),
+        pages.page_vectors,
+        plan.window or 0,
+        KV_HEADS=pages.kv_heads,
+        GROUP=group,
+        K_DIM=pages.k_dim,
+        V_DIM=pages.v_dim,
+        PAGE_SIZE=pages.page_size,
+        VECTOR=pages.vector,
+        LIMIT=pages.limit,
+        WINDOW=plan.window is not None,
+        SOFTCAP=how.softcap is not None,
+        SINKS=how.sinks is not None,
+        PRECISION=_precision(query),
+        BLOCK_Q=plan.block,
+        BLOCK_M=max(block_m, triton.next_power_of_2(plan.block * group)),
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(pages.k_dim),
+        BLOCK_V=triton.next_power_of_2(pages.v_dim),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def _check(work: Tensor, heads: int, pages: Pages) -> None:
+    assert work.is_contiguous(), "programs take their work by rows"
+    assert work.shape[1] == FIELDS, "not a plan's rows"
+    assert heads % pages.kv_heads == 0, "query heads are whole groups"
+
+
+def _precision(query: Tensor) -> str:
+    """Of the products: fp32 stays fp32; narrower types have no choice."""
+    return "ieee" if query.dtype == torch.float32 else "tf32"

@@ -1,0 +1,268 @@
+"""One query token per sequence over its pages: split over the keys, merged by whoever finishes last.
+
+A program takes (item, KV head) pairs until none is left, so one launch serves any number of items and a captured
+CUDA graph serves any lengths. An item is a range of one sequence's cached tokens. The programs of a sequence that
+has several leave (maximum, sum, weighted rows) in the workspace; parts are merged in the order of their slots,
+whoever does it, in two levels: one program alone would need longer to read hundreds of parts than all of them
+needed to make them. The split over keys is that of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+
+Blocks begin at multiples of BLOCK_N counted from token 0, so where pages have at least BLOCK_N tokens a block lies
+in one page and one page number is looked up per block.
+"""
+# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isthmus.kernels.attention_softmax import add_block, finish, look_up, scores, widen
+
+FAN = tl.constexpr(16)
+"""Parts that one program merges."""
+
+MERGE_STAGES = tl.constexpr(3)
+
+
+@triton.jit
+def _store_part(
+    p_rows: tl.tensor,
+    p_stats: tl.tensor,
+    slot: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    o_group: tl.tensor,
+    o_value: tl.tensor,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+) -> None:
+    """Put a part into `slot` (counted over KV heads too) of the workspace."""
+    live = o_group < GROUP
+    at = slot.to(tl.int64) * GROUP
+    tl.store(p_stats + at * 2 + o_group, b_max, mask=live)
+    tl.store(p_stats + at * 2 + GROUP + o_group, b_sum, mask=live)
+    p_out = p_rows + at * V_DIM + o_group[:, None] * V_DIM + o_value[None, :]
+    tl.store(p_out, b_out, mask=live[:, None] & (o_value < V_DIM)[None, :])
+
+
+@triton.jit
+def _merge_parts(
+    p_rows: tl.tensor,
+    p_stats: tl.tensor,
+    slot: tl.tensor,
+    step: tl.tensor,
+    parts: tl.tensor,
+    o_group: tl.tensor,
+    o_value: tl.tensor,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+) -> tl.tensor:
+    """(maximum, sum, weighted rows) of slots `slot`, `slot + step`, .., in that order.
+
+    Rows past GROUP come out as an empty part. Other programs wrote the slots, so nothing is taken from L1.
+    """
+    live = o_group < GROUP
+    inside = live[:, None] & (o_value < V_DIM)[None, :]
+    b_max = tl.where(live, float("-inf"), 0.0)
+    b_sum = tl.zeros_like(b_max)
+    b_out = tl.zeros([o_group.shape[0], o_value.shape[0]], tl.float32)
+    for i in tl.range(0, parts, num_stages=MERGE_STAGES):
+        at = (slot + i * step).to(tl.int64) * GROUP
+        b_part_max = tl.load(p_stats + at * 2 + o_group, mask=live, other=0.0, cache_modifier=".cg")
+        b_part_sum = tl.load(p_stats + at * 2 + GROUP + o_group, mask=live, other=0.0, cache_modifier=".cg")
+        p_part = p_rows + at * V_DIM + o_group[:, None] * V_DIM + o_value[None, :]
+        b_part = tl.load(p_part, mask=inside, other=0.0, cache_modifier=".cg")
+        b_new = tl.maximum(b_max, b_part_max)
+        b_old_weight = tl.exp2(b_max - b_new)
+        b_part_weight = tl.exp2(b_part_max - b_new)
+        b_sum = b_sum * b_old_weight + b_part_sum * b_part_weight
+        b_out = b_out * b_old_weight[:, None] + b_part * b_part_weight[:, None]
+        b_max = b_new
+    return b_max, b_sum, b_out
+
+
+@triton.jit
+def _arrive_last(p_counter: tl.tensor, parts: tl.tensor) -> tl.tensor:
+    """Whether this program is the last of `parts` to come here; the counter is 0 again then.
+
+    The barriers make one thread's atomic speak for all threads: their stores before it, their loads after it.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        tl.store(p_counter, 0)
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
+def _store_mean(
+    p_row: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    p_sinks: tl.tensor,
+    o_head: tl.tensor,
+    live: tl.tensor,
+    inside: tl.tensor,
+    v_scale: tl.float32,
+    SINKS: tl.constexpr,
+) -> None:
+    b_mean = finish(b_max, b_sum, b_out, p_sinks, o_head, live, v_scale, SINKS)
+    tl.store(p_row, b_mean.to(p_row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _join_parts(
+    p_row: tl.tensor,
+    p_rows: tl.tensor,
+    p_stats: tl.tensor,
+    p_counters: tl.tensor,
+    p_sinks: tl.tensor,
+    base: tl.tensor,
+    index: tl.tensor,
+    parts: tl.tensor,
+    i_head: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    o_group: tl.tensor,
+    o_value: tl.tensor,
+    inside: tl.tensor,
+    v_scale: tl.float32,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+) -> None:
+    """Leave part `index` of a sequence whose slots begin at `base`; merge if no other program is left to do it."""
+    live = o_group < GROUP
+    o_head = i_head * GROUP + o_group
+    slot = (base + index) * KV_HEADS + i_head
+    _store_part(p_rows, p_stats, slot, b_max, b_sum, b_out, o_group, o_value, GROUP, V_DIM)
+    leader = index // FAN * FAN
+    slot = (base + leader) * KV_HEADS + i_head
+    members = tl.minimum(parts - leader, FAN)
+    if _arrive_last(p_counters + slot, members):
+        b_max1, b_sum1, b_out1 = _merge_parts(p_rows, p_stats, slot, KV_HEADS, members, o_group, o_value, GROUP, V_DIM)
+        if parts <= FAN:
+            _store_mean(p_row, b_max1, b_sum1, b_out1, p_sinks, o_head, live, inside, v_scale, SINKS)
+        else:
+            tl.debug_barrier()  # no thread may still be reading the slot that is overwritten
+            _store_part(p_rows, p_stats, slot, b_max1, b_sum1, b_out1, o_group, o_value, GROUP, V_DIM)
+            runs = tl.cdiv(parts, FAN)
+            slot = base * KV_HEADS + i_head
+            # Slot 1 of a sequence begins no run of FAN, so its counter is free to count the runs.
+            if _arrive_last(p_counters + slot + KV_HEADS, runs):
+                b_max2, b_sum2, b_out2 = _merge_parts(
+                    p_rows, p_stats, slot, FAN * KV_HEADS, runs, o_group, o_value, GROUP, V_DIM
+                )
+                _store_mean(p_row, b_max2, b_sum2, b_out2, p_sinks, o_head, live, inside, v_scale, SINKS)
+
+
+@triton.jit(do_not_specialize=["p_table", "p_items", "p_count", "p_sinks", "table_stride", "page_vectors"])
+def decode_kernel(
+    p_query: tl.tensor,
+    p_out: tl.tensor,
+    p_key: tl.tensor,
+    p_value: tl.tensor,
+    p_table: tl.tensor,
+    p_items: tl.tensor,
+    p_count: tl.tensor,
+    p_rows: tl.tensor,
+    p_stats: tl.tensor,
+    p_counters: tl.tensor,
+    p_sinks: tl.tensor,
+    scaling: tl.float32,
+    softcap: tl.float32,
+    v_scale: tl.float32,
+    query_token: tl.int64,
+    query_head: tl.int64,
+    out_token: tl.int64,
+    out_head: tl.int64,
+    table_stride: tl.int64,
+    page_vectors: tl.int32,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    o_group = tl.arange(0, BLOCK_M)
+    o_key = tl.arange(0, BLOCK_K)
+    o_value = tl.arange(0, BLOCK_V)
+    live = o_group < GROUP
+    value_inside = (o_value < V_DIM)[None, :]
+    for work in tl.range(tl.program_id(0), tl.load(p_count) * KV_HEADS, tl.num_programs(0)):
+        i_head = work % KV_HEADS
+        p_item = p_items + work // KV_HEADS * 8
+        token = tl.load(p_item).to(tl.int64)
+        p_pages = p_table + tl.load(p_item + 1) * table_stride
+        first = tl.load(p_item + 2)
+        end = tl.load(p_item + 3)
+        end = tl.where(first < end, end, 0)
+        base = tl.load(p_item + 4)
+        index = tl.load(p_item + 5)
+        parts = tl.load(p_item + 6)
+        o_head = i_head * GROUP + o_group
+        p_row = p_query + token * query_token + o_head[:, None] * query_head + o_key[None, :]
+        b_query = tl.load(p_row, mask=live[:, None] & (o_key < K_DIM)[None, :], other=0.0)
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        begin = first // BLOCK_N * BLOCK_N
+        b_page = look_up(p_pages, begin, first, end, PAGE_SIZE, BLOCK_N)
+        for start in tl.range(begin, end, BLOCK_N):
+            o_token = start + tl.arange(0, BLOCK_N)
+            seen = (o_token >= first) & (o_token < end)
+            # The factor VECTOR tells the compiler how wide it may load.
+            page = b_page.to(tl.int64) * page_vectors * VECTOR
+            b_page = look_up(p_pages, start + BLOCK_N, first, end, PAGE_SIZE, BLOCK_N)
+            o_row = o_token % PAGE_SIZE
+            b_at = page + (o_row * KV_HEADS + i_head) * K_DIM
+            p_block = p_key + b_at[:, None] + o_key[None, :]
+            b_key = tl.load(p_block, mask=seen[:, None] & (o_key < K_DIM)[None, :], other=0.0)
+            b_at = page + (o_row * KV_HEADS + i_head) * V_DIM
+            p_block = p_value + b_at[:, None] + o_value[None, :]
+            b_value = tl.load(p_block, mask=seen[:, None] & value_inside, other=0.0)
+            b_score = scores(b_query, widen(b_key, b_query.dtype), seen[None, :], scaling, softcap, SOFTCAP, PRECISION)
+            b_max, b_sum, b_out = add_block(
+                b_score, widen(b_value, b_query.dtype), b_max, b_sum, b_out, True, PRECISION
+            )
+        p_row = p_out + token * out_token + o_head[:, None] * out_head + o_value[None, :]
+        inside = live[:, None] & value_inside
+        if parts == 1:
+            _store_mean(p_row, b_max, b_sum, b_out, p_sinks, o_head, live, inside, v_scale, SINKS)
+        else:
+            _join_parts(
+                p_row,
+                p_rows,
+                p_stats,
+                p_counters,
+                p_sinks,
+                base,
+                index,
+                parts,
+                i_head,
+                b_max,
+                b_sum,
+                b_out,
+                o_group,
+                o_value,
+                inside,
+                v_scale,
+                KV_HEADS,
+                GROUP,
+                V_DIM,
+                SINKS,
+            )

@@ -1,0 +1,45 @@
+"""Make a loaded model fast on a GPU: projections of one input merged, decoder layers compiled.
+
+Layers are compiled one by one ("regionally"): layers of one class share the compiled code, so start-up does not grow
+with their number, and shapes are symbolic, so that one compilation serves every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from isthmus.model.device_attention import tag
+from isthmus.model.layout import decoder_layers
+from isthmus.model.optimize import merge_projections
+
+_VARIANTS = 64  # of one layer class, before torch gives up on compiling it (it must not: fullgraph raises)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was done, for the log."""
+
+    merged: int
+    compiled: int
+
+    def __str__(self) -> str:
+        how = f"{self.compiled} layers compiled" if self.compiled else "layers not compiled (--enforce-eager)"
+        return f"{how}, {self.merged} projections merged"
+
+
+def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
+    """Change `model` in place; it has its weights and is on its device.
+
+    fp32 models keep their projections apart: they are the ones compared with Transformers token for token.
+    """
+    merged = merge_projections(model)
+    tag(model)
+    layers = decoder_layers(model) if compiled else []
+    for layer in layers:
+        layer.compile(dynamic=True, fullgraph=True)
+    if compiled:
+        torch._dynamo.config.recompile_limit = _VARIANTS
+    return Prepared(merged, len(layers))

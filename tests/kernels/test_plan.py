@@ -1,0 +1,103 @@
+"""Every token is read once, by an item that the kernel can take; lengths alone decide how."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.kernels.plan import ALIGN, MAX_CHUNK, plan_decode, plan_prefill
+
+RANGES = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 20_000)).map(sorted), min_size=1, max_size=40)
+
+
+def decode(ranges: list[list[int]], target: int) -> tuple[np.ndarray, int]:
+    first, end = np.array(ranges, np.int32).T
+    tokens = np.arange(len(ranges), dtype=np.int32) * 3 + 1
+    rows = np.arange(len(ranges), dtype=np.int32)[::-1]
+    return plan_decode(tokens, rows, first, end, target_items=target)
+
+
+@given(RANGES, st.integers(1, 600))
+def test_items_of_a_sequence_tile_its_range(ranges: list[list[int]], target: int) -> None:
+    items, slots = decode(ranges, target)
+    assert items.dtype == np.int32
+    assert items.shape[1] == 8
+    used: list[int] = []
+    for d, (first, end) in enumerate(ranges):
+        own = items[items[:, 0] == d * 3 + 1]
+        own = own[np.argsort(own[:, 5])]
+        assert (own[:, 1] == len(ranges) - 1 - d).all()
+        assert own[:, 5].tolist() == list(range(len(own)))
+        assert (own[:, 6] == len(own)).all()
+        assert own[0, 2] == first
+        assert own[-1, 3] == end
+        assert (own[1:, 2] == own[:-1, 3]).all()
+        assert (own[1:, 2] % ALIGN == 0).all()
+        assert first == end or (own[:, 2] < own[:, 3]).all()
+        if len(own) > 1:
+            assert len(set(own[:, 4])) == 1
+            used += range(own[0, 4], own[0, 4] + len(own))
+    assert sorted(used) == list(range(slots)), "parts share a slot, or slots are left out"
+    assert (np.diff(items[:, 3] - items[:, 2]) <= 0).all(), "longest first"
+
+
+def test_an_empty_range_is_one_padding_item() -> None:
+    items, slots = decode([[0, 0], [7, 7]], 16)
+    assert items[:, [2, 3, 6]].tolist() == [[0, 0, 1], [7, 7, 1]]
+    assert slots == 0
+
+
+def test_no_decodes_make_no_items() -> None:
+    none = np.zeros(0, np.int32)
+    items, slots = plan_decode(none, none, none, none, target_items=264)
+    assert items.shape == (0, 8)
+    assert slots == 0
+
+
+@pytest.mark.parametrize(("length", "sequences"), [(131072, 1), (131072, 4), (8192, 64), (512, 8)])
+def test_few_long_sequences_are_spread_over_the_programs(length: int, sequences: int) -> None:
+    items, _ = decode([[0, length]] * sequences, 264)
+    fewest = min(264, sequences * length // ALIGN)
+    assert fewest / 2 <= len(items) <= 4 * 264
+
+
+def test_a_full_batch_of_windows_is_not_cut() -> None:
+    """Parts cost a merge, which a batch that fills the programs anyway should not pay."""
+    items, slots = decode([[1000 + i, 1512 + i] for i in range(256)], 264)
+    assert len(items) == 256
+    assert slots == 0
+
+
+def test_one_sequence_too_many_does_not_double_the_time() -> None:
+    """300 sequences for 264 programs: whole, 36 programs would do twice the work of the others."""
+    items, _ = decode([[0, 4096]] * 300, 264)
+    assert len(items) >= 600
+
+
+@given(RANGES, st.integers(1, 600))
+def test_no_more_items_than_promised(ranges: list[list[int]], target: int) -> None:
+    """The workspace and the buffers of captured graphs are sized by the promise."""
+    items, _ = decode(ranges, target)
+    unavoidable = sum(max(1, -(-(end - first // ALIGN * ALIGN) // MAX_CHUNK)) for first, end in ranges)
+    assert len(items) <= max(len(ranges) + 2 * target, unavoidable)
+
+
+def test_tiles_cover_every_chunk_once() -> None:
+    bounds = np.array([[1, 41], [40, 57]])
+    tiles = plan_prefill(bounds, np.array([0, 500]), np.array([1, 3]), 16)
+    assert tiles.dtype == np.int32
+    # The second chunk has few queries but hundreds of cached tokens; within the first, later queries see more.
+    assert tiles.tolist() == [
+        [3, 41, 57, 41, 500, 0, 0, 0],
+        [1, 1, 40, 33, 0, 0, 0, 0],
+        [1, 1, 40, 17, 0, 0, 0, 0],
+        [1, 1, 40, 1, 0, 0, 0, 0],
+    ]
+
+
+def test_a_window_makes_late_tiles_alike() -> None:
+    """Without it a chunk's last tile would come first, though it reads no more than the others."""
+    tiles = plan_prefill(np.array([[0], [64]]), np.array([500]), np.array([0]), 16, 128)
+    assert tiles[:, 3].tolist() == [0, 16, 32, 48]
