@@ -195,6 +195,11 @@ class LLM:
         """The arena in bytes, now."""
         return self.engine.pool.usage(self.engine.scheduler.placement.idle)
 
+    @property
+    def graph_bytes(self) -> int:
+        """What CUDA graphs take of the device beside the arena; 0 where there are none."""
+        return self._backend.graph_bytes
+
     @contextlib.contextmanager
     def static(self, split: Mapping[str, int] | Sequence[tuple[int, int]]) -> Iterator[LLM]:
         """Meanwhile the same model and arena with walls.

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.core import Engine
 from isthmus.engine.device_runner import DeviceRunner
+from isthmus.engine.graphs import lane_counts, token_counts
 from isthmus.memory import Pool
 from isthmus.model.compile import prepare
 from isthmus.model.layout import derive
@@ -50,7 +51,8 @@ def engine_on(
     layout = derive(model, page_size, "float32")
     pool = Pool(1 << 17, layout.groups)
     arena = torch.empty(pool.arena_bytes, dtype=torch.uint8, device=device)
-    runner = DeviceRunner(model, layout, arena, pool.ids("tokens").capacity, 4, 128, (), graphs=graphs, poison=True)
+    sizes = {True: lane_counts(4), False: token_counts(budget)} if graphs else {}
+    runner = DeviceRunner(model, layout, arena, pool.ids("tokens").capacity, 4, budget, 128, (), graphs=sizes, poison=True)
     return Engine(
         pool,
         runner,

@@ -213,6 +213,7 @@ def test_metrics_agree_with_the_answers(server: Server) -> None:
     pool = {name: value for name, value in after.items() if name.startswith("isthmus:pool_bytes")}
     assert sum(pool.values()) == server.pool()["arena_bytes"]
     assert sum(value for name, value in pool.items() if 'state="live"' in name) == 0
+    assert after["isthmus:graph_bytes"] == server.pool()["graph_bytes"] == 0, "there are no graphs on a CPU"
     needed = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
               "moved_bytes_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
               "inter_token_latency_seconds_count")  # fmt: skip

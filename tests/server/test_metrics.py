@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from isthmus.params import SamplingParams
+from isthmus.server.app import _pool
 from isthmus.server.call import Call, Job
+from isthmus.server.engine_client import EngineClient
 from isthmus.server.metrics import Metrics
-from isthmus.server.wire import Piece, Update
+from isthmus.server.wire import GroupStats, ModelInfo, Piece, Stats, Update
 
 
 def test_latency_between_tokens_is_that_of_one_continuation() -> None:
@@ -37,3 +39,16 @@ def test_latency_between_tokens_is_that_of_one_continuation() -> None:
     add(13.0, 1, 0, tokens=0)  # text that was held back
     add(14.0, 1, 0)
     assert seen() == (4, 7.5)
+
+
+def test_memory_of_graphs_is_told_beside_the_arena() -> None:
+    """In the metrics and in `/v1/pool`, and no part of what sums to the arena."""
+    group = GroupStats("full", 64, live_pages=2, cached_pages=0, hole_pages=1, lo_byte=64, hi_byte=256, moved_pages=0,
+                       evicted_pages=0, table_entries=9)  # fmt: skip
+    stats = Stats(running=1, waiting=0, total=320, null=64, gap=64, tail=0, groups=[group], ids=2, id_capacity=8,
+                  steps=3, preemptions=0, refusals=0, graph_bytes=7 << 20)  # fmt: skip
+    metrics = Metrics(lambda: stats)
+    assert metrics.registry.get_sample_value("isthmus:graph_bytes") == 7 << 20
+    client = EngineClient({}, metrics, max_queue=1, request_timeout=1.0)
+    client.stats, client.state, client.info = stats, "ready", ModelInfo("tiny", "", None, {}, [], 300, 2048, 2)
+    assert _pool(client)["graph_bytes"] == 7 << 20

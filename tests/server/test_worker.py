@@ -15,6 +15,7 @@ from isthmus.server import wire
 from isthmus.server.worker import Service
 
 INFO = wire.ModelInfo("tiny", "", None, {}, [], 300, 2048, 2)
+GRAPH_BYTES = 7 << 20
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ class Loop:
             back.connect("inproc://loop")
             self._send(first)
             with pytest.raises(OverError):
-                Service(self.engine, INFO).serve(back)
+                Service(self.engine, INFO, GRAPH_BYTES).serve(back)
             while self._front.poll(0):
                 message = wire.decode_to_front(self._front.recv())
                 assert isinstance(message, wire.Report)
@@ -127,6 +128,7 @@ def test_pages_are_back_one_step_after_an_abort_arrived(
         loop.run(context, *requests)
     assert live(loop.reports[-1].stats) > 0, "the step in which they arrived was in the middle of it"
     assert loop.reports[-1].stats.steps == arrived[0] + 1
+    assert {report.stats.graph_bytes for report in loop.reports} == {GRAPH_BYTES}
     usage = engine.pool.usage(engine.scheduler.placement.idle)
     assert sum(group.live_pages for group in usage.groups.values()) == 0, "the next step would have begun"
     assert (

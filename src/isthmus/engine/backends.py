@@ -26,6 +26,9 @@ class Backend(Protocol):
     described: str
     """How the model runs, for the log."""
 
+    graph_bytes: int
+    """What CUDA graphs take of the device, as measured before the first executor; 0 where there are none."""
+
     def arena_bytes(self) -> int:
         """Size of the arena; ConfigError if what was asked for is impossible. Called once, before `executor`."""
         ...
@@ -51,6 +54,8 @@ def resolve_device(config: DeviceConfig) -> str:
 
 class CpuBackend:
     """Torch operators; weights repacked for the CPU."""
+
+    graph_bytes = 0
 
     def __init__(
         self, model: PreTrainedModel, layout: ModelLayout, config: EngineConfig, eos_token_ids: Collection[int]

@@ -10,7 +10,7 @@ so that all table writes of a step, whatever they are for, are one scatter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ class Tables:
     num_ids: int
     at: Mapping[str, int]  # first entry of each group's page table
     size: int
+    mark: Int32 = field(repr=False, compare=False)  # [size], scratch of `DevicePlan.of`; means nothing between calls
 
     @classmethod
     def of(cls, groups: Sequence[Group], num_ids: int, num_rows: int, max_model_len: int) -> Tables:
@@ -45,7 +46,7 @@ class Tables:
         at = {group.name: start + i * (num_ids + 1) for i, group in enumerate(groups)}
         size = start + len(groups) * (num_ids + 1)
         assert size < 2**31, f"{size:,} table entries do not fit int32: use larger pages"
-        return cls(num_rows, columns, page_size, num_ids, at, size)
+        return cls(num_rows, columns, page_size, num_ids, at, size, np.empty(size, np.int32))
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,19 @@ class DevicePlan:
         tile: queries of one prefill tile per group.
         targets: how many items a decode is worth cutting into, per group.
         """
-        counts = np.diff(step.query_start).astype(np.int64)
+        start, past = step.query_start[:-1], step.past
+        counts = step.query_start[1:] - start
         assert len(counts) > 0
-        assert (counts > 0).all()
+        assert counts.min() > 0
         decode = len(step.tokens) == len(counts)
-        past = step.past.astype(np.int64)
-        start = step.query_start[:-1].astype(np.int64)
-        if decode:
-            sequence_of = np.arange(len(counts), dtype=np.int32)
-            positions = step.past
-        else:
-            sequence_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-            positions = (np.arange(len(step.tokens)) + np.repeat(past - start, counts)).astype(np.int32)
+        sequence_of = np.arange(len(counts), dtype=np.int32)
+        positions = past
+        if not decode:
+            sequence_of = np.repeat(sequence_of, counts)
+            positions = np.arange(len(step.tokens), dtype=np.int32) + np.repeat(past - start, counts)
         index, value = _table_writes(step, tables)
-        plans = {g.name: _group_plan(g, step, start, counts, past, tile[g.name], targets[g.name]) for g in groups}
+        work = _Work.of(start, counts, past)
+        plans = {g.name: work.plan(g, tile[g.name], targets[g.name]) for g in groups}
         return cls(index, value, _page_ops(step), step.tokens, positions, sequence_of, step.rows, plans, decode)
 
 
@@ -114,17 +114,20 @@ def most_items(lanes: int, target: int, max_model_len: int) -> int:
 
 def _table_writes(step: Step, tables: Tables) -> tuple[Int32, Int32]:
     writes = step.block_writes
-    index = [writes.row.astype(np.int64) * tables.columns + writes.column]
+    index = [writes.row * tables.columns + writes.column]  # int32 holds it: so many entries there are not
     value = [writes.virtual]
     for op in step.delta.ops:
         if isinstance(op, Writes):
-            index.append(tables.at[op.group] + op.virtual.astype(np.int64))
+            index.append(op.virtual + tables.at[op.group])
             value.append(op.physical)
     where, what = np.concatenate(index), np.concatenate(value)
-    if len(where) > 1:  # the last write of an entry is the one that counts; nothing reads tables in between
-        where, last = np.unique(where[::-1], return_index=True)
-        what = what[::-1][last]
-    return where.astype(np.int32), what.astype(np.int32)
+    if not len(where):
+        return where, what
+    # The last write of an entry is the one that counts; nothing reads tables in between.
+    order = np.arange(len(where), dtype=np.int32)
+    tables.mark[where] = order
+    last = tables.mark[where] == order
+    return (where, what) if last.all() else (where[last], what[last])
 
 
 def _page_ops(step: Step) -> tuple[PageOp, ...]:
@@ -139,27 +142,34 @@ def _page_ops(step: Step) -> tuple[PageOp, ...]:
     return tuple(ops)
 
 
-def _group_plan(
-    group: Group, step: Step, start: Int64, counts: Int64, past: Int64, tile: int, target: int
-) -> GroupPlan:
-    page_size, window = group.spec.page_size, group.window
-    low = np.zeros_like(past) if window is None else np.maximum(past - window + 1, 0)
-    single = counts == 1
-    # One token's own row is read from its page; those of a chunk come from the activations.
-    end = np.where(single, past + 1, past)
-    first = np.minimum(low, end)
-    items = tiles = None
-    if single.any():
-        which = np.flatnonzero(single)
-        items, _ = plan_decode(
-            start[which],
-            which,
-            first[which],
-            end[which],
-            target_items=target,
-        )
-    if not single.all():
-        which = np.flatnonzero(~single)
-        bounds = np.stack((start[which], start[which] + counts[which]))
-        tiles = plan_prefill(bounds, past[which], which, tile, window)
-    return GroupPlan((first // page_size).astype(np.int32), (-(-end // page_size)).astype(np.int32), items, tiles)
+@dataclass(frozen=True)
+class _Work:
+    """What the groups' plans have in common. The C sequences with a chunk, the D with one token, all S in order."""
+
+    start: Int32  # [S], first token of each sequence in the batch
+    counts: Int32  # [S]
+    past: Int32  # [S]
+    end: Int32  # [S], behind the last cached token that is read: a chunk's own come from the activations
+    chunks: Int64 | None  # [C] of the sequences; None if C = 0
+    decodes: Int64 | slice | None  # [D]; None if D = 0
+
+    @classmethod
+    def of(cls, start: Int32, counts: Int32, past: Int32) -> _Work:
+        single = counts == 1
+        if single.all():
+            return cls(start, counts, past, past + 1, None, slice(None))
+        decodes = np.flatnonzero(single)
+        return cls(start, counts, past, past + single, np.flatnonzero(~single), decodes if len(decodes) else None)
+
+    def plan(self, group: Group, tile: int, target: int) -> GroupPlan:
+        """What one group reads."""
+        page_size, window = group.spec.page_size, group.window
+        first = np.zeros_like(self.past) if window is None else np.maximum(self.past - (window - 1), 0)
+        items = tiles = None
+        if (d := self.decodes) is not None:
+            which = np.arange(len(first), dtype=np.int32)[d]
+            items, _ = plan_decode(self.start[d], which, first[d], self.end[d], target_items=target)
+        if (c := self.chunks) is not None:
+            bounds = np.stack((self.start[c], self.start[c] + self.counts[c]))
+            tiles = plan_prefill(bounds, self.past[c], c, tile, window)
+        return GroupPlan(first // page_size, -(-self.end // page_size), items, tiles)

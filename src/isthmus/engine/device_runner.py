@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,9 +25,10 @@ from transformers import PreTrainedModel
 
 from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, Tables, most_items
 from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, is_plain, score_later
-from isthmus.engine.graphs import DecodeGraphs, Inputs, Outputs, lane_counts
+from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
+from isthmus.engine.padding import padding_items, padding_tiles
 from isthmus.engine.step import Sampled, SampleRow, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
@@ -38,7 +41,18 @@ _ALIGN = 8  # tokens: a flat batch with prefill chunks is padded to a multiple, 
 _PACKED_BYTES = 4 << 20  # of a step's arrays that are not a graph's, before they take a copy of their own
 _SCORE_BYTES = 256 << 20  # of float32 logits at a time
 
-Sections = Mapping[str, NDArray[np.int32]]
+Section: TypeAlias = NDArray[np.int32]
+
+_ROW_BYTES = 4 * FIELDS
+_NO_WORK = np.zeros((0, FIELDS), np.int32)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Of decodes alone; valid until the next replay of any graph."""
+
+    logits: Tensor  # [T, >= vocab]
+    tokens: Tensor  # int32 [T], greedy
 
 
 class Results:
@@ -63,7 +77,8 @@ class DeviceRunner:
         max_num_seqs: rows of the block table.
         max_model_len: tokens of the longest sequence.
         eos_token_ids: masked while `min_tokens` holds the end back.
-        graphs: capture CUDA graphs for steps of decodes alone.
+        max_num_batched_tokens: of a step.
+        graphs: sizes to capture CUDA graphs of, for decodes alone (True) and for other steps (False); empty: none.
         poison: fill what nobody owns with NaN, at the start and at every release (for tests).
     """
 
@@ -76,10 +91,11 @@ class DeviceRunner:
         arena: Tensor,
         num_ids: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
         *,
-        graphs: bool,
+        graphs: Mapping[bool, Sequence[int]],
         poison: bool = False,
     ) -> None:
         self.model, self.layout, self.arena = model, layout, arena
@@ -113,26 +129,27 @@ class DeviceRunner:
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._groups}
         self._last = self._zeros(max_num_seqs + 1)  # sampled last, by row; one row more for padding
-        self._slots: dict[str, Tensor] = {}  # of graphs, which read them in place
-        self._places: dict[int, Layout] = {}  # by lanes of a graph
-        self._graphs: DecodeGraphs | None = None
-        if graphs:
-            sizes = lane_counts(max_num_seqs)
-            self._slots = {name: self._zeros(max(sizes), dtype=torch.int64) for name in self._groups}
-            self._places = {lanes: self._layout(lanes) for lanes in sizes}
+        self._decodes: Graphs[Outputs] | None = None
+        self._mixed: Graphs[Tensor] | None = None
+        # What graphs read in place: by decodes alone or not, and size.
+        self._places = {(alone, size): self._layout(alone, size) for alone in graphs for size in graphs[alone]}
         fixed = max((layout.nbytes for layout in self._places.values()), default=0)
         self._packer = Packer(self.device, fixed + _PACKED_BYTES)
+        most = max(max_num_batched_tokens + _ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
+        self._slots = {name: self._zeros(most, dtype=torch.int64) for name in self._groups}
         if graphs:
             with torch.inference_mode():
-                self._graphs = DecodeGraphs(self._decode, self._inputs, sizes)
+                memory = torch.cuda.graph_pool_handle()
+                self._mixed = Graphs(self._forward, partial(self._inputs, False), graphs[False], memory)
+                self._decodes = Graphs(self._decode, partial(self._inputs, True), graphs[True], memory)
 
     def launch(self, step: Step) -> Results:
         """Queue a step; returns before it has run."""
         plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._targets)
         with torch.inference_mode():
             every = plan.decode and len(step.samples) == len(step.rows)  # one sample for each token, in order
-            if self._graphs is not None and every and not step.scores:
-                return self._replay(self._graphs, step, plan)
+            if self._decodes is not None and every and not step.scores:
+                return self._replay(self._decodes, step, plan)
             return self._run(step, plan)
 
     def run(self, step: Step) -> list[Sampled]:
@@ -145,59 +162,33 @@ class DeviceRunner:
         for group in self._groups.values():
             copy_pages(self.arena, group.spec.page_bytes, zero, zero + 1)
 
-    # -- decodes alone, as a graph ----------------------------------------------------------------------------
+    # -- decodes alone ----------------------------------------------------------------------------------------
 
-    def _replay(self, graphs: DecodeGraphs, step: Step, plan: DevicePlan) -> Results:
-        lanes = graphs.lanes(len(step.rows))
-        sections = self._sections(plan, lanes)
-        views = self._packer.upload(sections, self._places[lanes])
-        self._prepare(plan, views, {name: slots[:lanes] for name, slots in self._slots.items()})
-        outputs = graphs.replay(lanes)
-        n = len(step.rows)
+    def _replay(self, graphs: Graphs[Outputs], step: Step, plan: DevicePlan) -> Results:
+        size, n = graphs.size(len(step.rows)), len(step.rows)
+        views = self._upload(plan, size, self._places[True, size])
+        outputs = graphs.replay(size)
         return Results([self._sample(step.samples, outputs.logits[:n], outputs.tokens[:n], views["rows"])])
 
-    def _layout(self, lanes: int) -> Layout:
-        """The places of what a graph reads, in bytes."""
-        sizes = dict.fromkeys(("tokens", "feed", "positions", "sequence_of"), 4 * lanes)
-        for name in self._groups:
-            most = most_items(lanes, self._targets[name], self._max_model_len)
-            sizes |= {f"{name}.items": 4 * 8 * most, f"{name}.count": 4}
-        return Layout.of(sizes)
-
-    def _inputs(self, lanes: int) -> Inputs:
-        """What the graph of so many lanes reads, holding a step of padding."""
-        items = {f"{name}.items": _padding_items(0, lanes) for name in self._groups}
-        counts = {f"{name}.count": _array([lanes]) for name in self._groups}
-        lane = {"tokens": np.zeros(lanes, np.int32), "positions": np.zeros(lanes, np.int32)}
-        lane |= {"feed": np.full(lanes, self._max_num_seqs, np.int32), "sequence_of": np.full(lanes, NOBODY, np.int32)}
-        views = self._packer.upload({**lane, **items, **counts}, self._places[lanes])
-        groups = {}
-        for name, slots in self._slots.items():
-            slots.fill_(NOBODY)
-            groups[name] = GroupStep(slots[:lanes], self._page_tables[name], _items(views, name), None)
-        return Inputs(views["tokens"], views["feed"], views["positions"], groups)
-
     def _decode(self, inputs: Inputs) -> Outputs:
-        self._batch.step, self._batch.live = inputs.groups, len(inputs.tokens)
-        logits = self._head(self._hidden(inputs.tokens, inputs.feed, inputs.positions))
+        logits = self._head(self._forward(inputs))
         tokens = greedy(logits, self.layout.vocab_size)
         scatter(self._last, inputs.feed, tokens, len(tokens))
         return Outputs(logits, tokens)
 
-    # -- anything, launch by launch ---------------------------------------------------------------------------
+    # -- with prefill chunks, or prompts that are scored ------------------------------------------------------
 
     def _run(self, step: Step, plan: DevicePlan) -> Results:
-        lanes = -(-len(step.tokens) // _ALIGN) * _ALIGN
         wanted = _array([sample.index for sample in step.samples])
-        views = self._packer.upload({**self._sections(plan, lanes), "wanted": wanted})
-        slots = {name: torch.empty(lanes, dtype=torch.int64, device=self.device) for name in self._groups}
-        self._prepare(plan, views, slots)
-        self._batch.step = {
-            name: GroupStep(slots[name], self._page_tables[name], _items(views, name), self._tiles(views, name))
-            for name in self._groups
-        }
-        self._batch.live = len(step.tokens)
-        hidden = self._hidden(views["tokens"], views["feed"], views["positions"])
+        if self._mixed is None:
+            size = -(-len(step.tokens) // _ALIGN) * _ALIGN
+            views = self._upload(plan, size, wanted=wanted)
+            slots = {name: slots[:size] for name, slots in self._slots.items()}
+            hidden = self._forward(self._given(views, slots, plan))
+        else:
+            size = self._mixed.size(len(step.tokens))
+            views = self._upload(plan, size, self._places[False, size], wanted=wanted)
+            hidden = self._mixed.replay(size)
         scores = self._scores(step.scores, hidden)
         if not step.samples:
             return Results(scores)
@@ -209,9 +200,50 @@ class DeviceRunner:
 
     # -- shared by both ---------------------------------------------------------------------------------------
 
-    def _sections(self, plan: DevicePlan, lanes: int) -> dict[str, NDArray[np.int32]]:
-        """What is uploaded, flat arrays by name, the token arrays padded to so many lanes."""
-        more = lanes - len(plan.tokens)
+    def _layout(self, alone: bool, size: int) -> Layout:
+        """The places of what a graph reads, in bytes; `alone`: it is for decodes alone."""
+        sizes = dict.fromkeys(("tokens", "feed", "positions", "sequence_of"), 4 * size)
+        sequences = min(size, self._max_num_seqs)
+        for name in self._groups:
+            most = most_items(sequences, self._targets[name], self._max_model_len)
+            sizes |= {f"{name}.items": _ROW_BYTES * (most + size - sequences if alone else most), f"{name}.count": 4}
+            if not alone:  # every chunk ends in a tile that may not be full, the padding's too
+                sizes[f"{name}.tiles"] = _ROW_BYTES * (size // self._tile[name] + min(size, sequences + 1))
+        return Layout.of(sizes)
+
+    def _inputs(self, alone: bool, size: int) -> Inputs:
+        """What a graph reads, holding a step of padding."""
+        places = self._places[alone, size]
+        room = {name: capacity // 4 for name, (_, capacity) in places.places.items()}
+        sections = {name: np.zeros(n, np.int32) for name, n in room.items()}
+        sections["feed"][:] = self._max_num_seqs
+        sections["sequence_of"][:] = NOBODY
+        views = self._packer.upload(sections, places)
+        for slots in self._slots.values():
+            slots.fill_(NOBODY)
+        return self._given(views, {name: slots[:size] for name, slots in self._slots.items()}, None)
+
+    def _given(self, views: Mapping[str, Tensor], slots: Mapping[str, Tensor], plan: DevicePlan | None) -> Inputs:
+        """Uploaded arrays as a forward takes them; of a plan, only what it has."""
+        groups = {}
+        for name, group in self._groups.items():
+            items = tiles = None
+            if f"{name}.items" in views and (plan is None or len(views[f"{name}.items"])):
+                items = DecodeItems(views[f"{name}.items"].view(-1, FIELDS), views[f"{name}.count"])
+            if f"{name}.tiles" in views and (plan is None or len(views[f"{name}.tiles"])):
+                tiles = PrefillTiles(views[f"{name}.tiles"].view(-1, FIELDS), self._tile[name], group.window)
+            groups[name] = GroupStep(slots[name], self._page_tables[name], items, tiles)
+        return Inputs(views["tokens"], views["feed"], views["positions"], groups)
+
+    def _upload(self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section) -> dict[str, Tensor]:
+        """Upload a step padded to `size` tokens, and bring arena and tables to where the planner is."""
+        views = self._packer.upload({**self._sections(plan, size, places), **more}, places)
+        self._prepare(plan, views, {name: slots[:size] for name, slots in self._slots.items()})
+        return views
+
+    def _sections(self, plan: DevicePlan, size: int, places: Layout | None) -> dict[str, Section]:
+        """What is uploaded, flat arrays by name. Padding reads nothing of the cache and writes nothing to it."""
+        live, more = len(plan.tokens), size - len(plan.tokens)
         sections = {
             "tokens": _pad(plan.tokens, more, 0),
             "feed": _pad(plan.rows[plan.sequence_of], more, self._max_num_seqs),
@@ -222,14 +254,16 @@ class DeviceRunner:
             "value": plan.value,
         }
         for name, group in plan.groups.items():
+            items = _NO_WORK if group.items is None else group.items
+            tiles = _NO_WORK if group.tiles is None else group.tiles
+            if more and plan.decode:
+                items = np.concatenate((items, padding_items(live, size)))
+            elif more:
+                tiles = np.concatenate((tiles, padding_tiles(live, size, self._tile[name])))
             sections |= {f"{name}.first": group.first, f"{name}.end": group.end}
-            if group.items is not None:
-                items = group.items
-                if plan.decode and more:  # lanes of a graph must write their rows too
-                    items = np.concatenate((items, _padding_items(len(plan.tokens), lanes)))
-                sections |= {f"{name}.items": items, f"{name}.count": _array([len(items)])}
-            if group.tiles is not None:
-                sections[f"{name}.tiles"] = group.tiles
+            sections |= {f"{name}.items": items, f"{name}.count": _array([len(items)])}
+            if places is None or f"{name}.tiles" in places.places:
+                sections[f"{name}.tiles"] = tiles
         for i, op in enumerate(plan.pages):
             sections[f"source{i}"] = op.source
             if op.destination is not None:
@@ -266,11 +300,13 @@ class DeviceRunner:
         elif self._poison:
             fill_pages(self.arena, page_bytes, views[f"source{i}"], 0xFF)
 
-    def _hidden(self, tokens: Tensor, feed: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, inputs: Inputs) -> Tensor:
         """Hidden states `[T, width]` behind the last layer's norm."""
-        ids = torch.where(tokens < 0, self._last.index_select(0, feed), tokens).clamp_(min=0)
+        self._batch.step = inputs.groups
+        last = self._last.index_select(0, inputs.feed)
+        ids = torch.where(inputs.tokens < 0, last, inputs.tokens).clamp_(min=0)
         hidden: Tensor = self.model.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_batch=self._batch
+            input_ids=ids[None], position_ids=inputs.positions[None], use_cache=False, attention_batch=self._batch
         ).last_hidden_state
         return hidden[0]
 
@@ -293,12 +329,6 @@ class DeviceRunner:
                 logits = self._head(hidden[span.start + i : span.start + i + len(block)])
                 scored.append(score_later(logits[:, : self.layout.vocab_size], block, [span.top] * len(block)))
         return scored
-
-    def _tiles(self, views: Mapping[str, Tensor], name: str) -> PrefillTiles | None:
-        tiles = views.get(f"{name}.tiles")
-        if tiles is None:
-            return None
-        return PrefillTiles(tiles, self._tile[name], self._groups[name].window)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -336,16 +366,3 @@ def _pad(values: NDArray[np.int32], more: int, value: int) -> NDArray[np.int32]:
 
 def _array(values: Sequence[int]) -> NDArray[np.int32]:
     return np.array(values, np.int32)
-
-
-def _items(views: Mapping[str, Tensor], name: str) -> DecodeItems | None:
-    items = views.get(f"{name}.items")
-    return None if items is None else DecodeItems(items, views[f"{name}.count"])
-
-
-def _padding_items(start: int, lanes: int) -> NDArray[np.int32]:
-    """Items that read nothing and write zeros to tokens [start, lanes)."""
-    items = np.zeros((lanes - start, FIELDS), np.int32)
-    items[:, 0] = np.arange(start, lanes)
-    items[:, 6] = 1
-    return items

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 from isthmus.engine import sizing
 from isthmus.engine.config import EngineConfig
 from isthmus.engine.device_runner import DeviceRunner
+from isthmus.engine.graphs import lane_counts, token_counts
 from isthmus.engine.step import BlockWrites, Executor, SampleRow, Step
 from isthmus.memory import Delta, Pool
 from isthmus.memory.group import null_bytes
 from isthmus.model.compile import prepare
 from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
+
+_GRAPH_BYTES = 8 << 20  # that the driver keeps of one graph, with room to spare
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class GpuBackend:
         self._arena: Tensor | None = None
         self.described = str(prepare(model, compiled=self._graphs))
         self.footprint = self._measure()
+        self.graph_bytes = self.footprint.graphs
 
     def arena_bytes(self) -> int:
         """See `Backend`. A share of the device less what weights, activations, graphs and others take."""
@@ -58,15 +62,25 @@ class GpuBackend:
             self._arena = torch.empty(pool.arena_bytes, dtype=torch.uint8, device=self._device)
         assert self._arena.numel() == pool.arena_bytes
         gc.collect()  # an executor that was there before has graphs, which hold memory
-        return self._runner(self._arena, pool.ids("tokens").capacity, max_model_len, graphs=self._graphs)
+        sizes = self._sizes() if self._graphs else {}
+        return self._runner(self._arena, pool.ids("tokens").capacity, max_model_len, sizes)
 
-    def _runner(self, arena: Tensor, num_ids: int, max_model_len: int, *, graphs: bool) -> DeviceRunner:
+    def _sizes(self) -> dict[bool, tuple[int, ...]]:
+        """Of graphs: for decodes alone, and for other steps."""
+        scheduler = self._config.scheduler
+        return {True: lane_counts(scheduler.max_num_seqs), False: token_counts(scheduler.max_num_batched_tokens)}
+
+    def _runner(
+        self, arena: Tensor, num_ids: int, max_model_len: int, graphs: Mapping[bool, Sequence[int]]
+    ) -> DeviceRunner:
+        scheduler = self._config.scheduler
         return DeviceRunner(
             self._model,
             self._layout,
             arena,
             num_ids,
-            self._config.scheduler.max_num_seqs,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
             max_model_len,
             self._eos,
             graphs=graphs,
@@ -75,29 +89,34 @@ class GpuBackend:
     def _measure(self) -> Footprint:
         """Run the largest steps there can be over an arena of null pages, which also compiles every kernel."""
         scheduler, longest = self._config.scheduler, self._config.model.max_model_len or self._layout.max_model_len
-        null = null_bytes(self._layout.groups)
-        arena = torch.zeros(2 * null, dtype=torch.uint8, device=self._device)
-        runner = self._runner(arena, 1, longest, graphs=False)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        for step in warm_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest):
-            runner.run(step)
+        arena = torch.zeros(2 * null_bytes(self._layout.groups), dtype=torch.uint8, device=self._device)
+        steps = warm_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest)
+        runner = self._runner(arena, 1, longest, {})
         runner.warm_pages()
-        activations = torch.cuda.max_memory_allocated(self._device) - before
-        del runner
-        graphs = self._measure_graphs(arena, longest) if self._graphs else 0
-        return Footprint(activations, graphs)
-
-    def _measure_graphs(self, arena: Tensor, longest: int) -> int:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self._device)
-        runner = self._runner(arena, 1, longest, graphs=True)
-        torch.cuda.empty_cache()
-        used = free - torch.cuda.mem_get_info(self._device)[0]
+        activations = self._peak(runner, steps)
+        if not self._graphs:
+            return Footprint(activations, 0)
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return max(0, used)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        sizes = self._sizes()
+        runner = self._runner(arena, 1, longest, {alone: some[-1:] for alone, some in sizes.items()})
+        torch.cuda.empty_cache()
+        largest = free - torch.cuda.mem_get_info(self._device)[0]
+        width, itemsize = self._model.config.get_text_config().hidden_size, self._model.dtype.itemsize
+        # The other graphs run in the memory of the largest; what they hand out is theirs, and so are their launches.
+        others = itemsize * (self._layout.vocab_size * sum(sizes[True][:-1]) + width * sum(sizes[False][:-1]))
+        launches = _GRAPH_BYTES * sum(len(some) - 1 for some in sizes.values())
+        return Footprint(self._peak(runner, steps), max(0, largest) + others + launches)
+
+    def _peak(self, runner: DeviceRunner, steps: Sequence[Step]) -> int:
+        """Bytes that the steps take while they run."""
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        for step in steps:
+            runner.run(step)
+        return torch.cuda.max_memory_allocated(self._device) - before
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:

@@ -1,30 +1,42 @@
-"""CUDA graphs of the forward over decodes alone, one per number of lanes.
+"""CUDA graphs of a forward, one per size.
 
-A step with n sequences replays the smallest graph with at least n lanes. Every input a graph reads is written anew
-before every replay, padding lanes included: they read nothing and write nowhere (`NOBODY`), so what an earlier,
-larger step left behind cannot be seen.
+A step with n tokens replays the smallest graph of at least n. Every input a graph reads is written anew before every
+replay, padding included, so what an earlier, larger step left behind cannot be seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from isthmus.model.device_attention import GroupStep
 
+T = TypeVar("T")
+
 
 def lane_counts(most: int) -> tuple[int, ...]:
-    """Sizes to capture: 2, 4, 8, 16, 32, then every 32 up to at least `most`. (One row would be a shape of its own.)"""
+    """Sizes for decodes alone: 2, 4, 8, 16, 32, then every 32 up to at least `most`. (1 is compiled apart.)"""
     powers = [n for n in (2, 4, 8, 16) if n < most]
     return (*powers, *range(32, most + 31, 32)) if most > 16 else (*powers, max(2, most))
 
 
+def token_counts(most: int) -> tuple[int, ...]:
+    """Sizes for steps with prefill chunks: 8, 16, then four an octave, so that padding is at most a fifth."""
+    sizes, step = [8, 16], 8
+    while sizes[-1] < most:
+        if sizes[-1] >= 8 * step:
+            step *= 2
+        sizes.append(sizes[-1] + step)
+    return tuple(sizes)
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """What a captured forward reads; T tokens, one per lane."""
+    """What a captured forward reads; T tokens."""
 
     tokens: Tensor  # int32 [T], below 0 where the row's last sampled token is meant
     feed: Tensor  # int32 [T]: the rows
@@ -32,55 +44,44 @@ class Inputs:
     groups: Mapping[str, GroupStep]
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Valid until the next replay of any graph."""
-
-    logits: Tensor  # [T, >= vocab]
-    tokens: Tensor  # int32 [T], greedy
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One captured forward."""
-
-    graph: torch.cuda.CUDAGraph
-    outputs: Outputs
-
-
-class DecodeGraphs:
+class Graphs(Generic[T]):
     """The captured forwards of one executor.
 
     Args:
-        forward: inputs to outputs; queues work on the current stream and reads nothing back.
-        inputs: makes the inputs for a number of lanes; the tensors stay where they are.
-        sizes: numbers of lanes, ascending.
+        forward: inputs to outputs; queues work on the current stream and reads nothing back. Outputs are valid until
+            the next replay of any graph of the same memory.
+        inputs: makes the inputs of a size; the tensors stay where they are.
+        sizes: ascending.
+        memory: what graphs that never run at the same time share.
     """
 
     def __init__(
-        self, forward: Callable[[Inputs], Outputs], inputs: Callable[[int], Inputs], sizes: Sequence[int]
+        self,
+        forward: Callable[[Inputs], T],
+        inputs: Callable[[int], Inputs],
+        sizes: Sequence[int],
+        memory: tuple[int, int],
     ) -> None:
-        self._graphs: dict[int, Graph] = {}
         self.sizes = tuple(sizes)
-        pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for lanes in reversed(self.sizes):  # the largest first: the others fit into its memory
-            given = inputs(lanes)
+        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+            given = inputs(size)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 forward(given)  # compiles and allocates what a capture may not
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=memory, stream=stream):
                 outputs = forward(given)
-            self._graphs[lanes] = Graph(graph, outputs)
+            self._graphs[size] = graph, outputs
 
-    def lanes(self, sequences: int) -> int:
-        """Of the graph that a step of so many sequences replays."""
-        return next(n for n in self.sizes if n >= sequences)
+    def size(self, tokens: int) -> int:
+        """Of the graph that a step of so many tokens replays."""
+        return next(n for n in self.sizes if n >= tokens)
 
-    def replay(self, lanes: int) -> Outputs:
+    def replay(self, size: int) -> T:
         """Run the forward over the inputs as they are now."""
-        found = self._graphs[lanes]
-        found.graph.replay()
-        return found.outputs
+        graph, outputs = self._graphs[size]
+        graph.replay()
+        return outputs

@@ -10,8 +10,9 @@ The device side needs no ring: the copies and the kernels that read them run on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -66,7 +67,7 @@ class Layout:
             end = _align(end + capacity)
         return cls(places)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Up to the end of the last place, aligned."""
         return _align(max((offset + capacity for offset, capacity in self.places.values()), default=0))
@@ -90,6 +91,7 @@ class _Staging:
     def _allocate(self, nbytes: int) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self.array: NDArray[np.uint8] = self.bytes.numpy()
+        self._typed = {dtype: self.array.view(dtype) for dtype in _DTYPES}
 
     def acquire(self, nbytes: int) -> None:
         """Wait until nobody reads the buffer, and make it at least that large."""
@@ -97,6 +99,15 @@ class _Staging:
             self._event.synchronize()
         if nbytes > len(self.array):
             self._allocate(_grown(len(self.array), nbytes))
+
+    def write(self, offset: int, array: NDArray[Any]) -> None:
+        """Put an array there, in C order."""
+        first = offset // array.itemsize
+        self._typed[array.dtype][first : first + array.size] = array.reshape(-1)
+
+    def clear(self, start: int, end: int) -> None:
+        """Zeros to bytes [start, end)."""
+        self.array[start:end] = 0
 
     def copy(self, start: int, end: int, target: Tensor) -> None:
         """Enqueue the copy of bytes [start, end) to the start of `target` on the current stream."""
@@ -114,12 +125,36 @@ class _Target:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._typed = {dtype: self.bytes.view(dtype) for dtype in _DTYPES.values()}
+        self._typed = {dtype: self.bytes.view(torch_dtype) for dtype, torch_dtype in _DTYPES.items()}
 
     def view(self, offset: int, array: NDArray[Any]) -> Tensor:
-        dtype = _DTYPES[array.dtype]
-        flat = self._typed[dtype].narrow(0, offset // dtype.itemsize, array.size)
+        flat = self._typed[array.dtype].narrow(0, offset // array.itemsize, array.size)
         return flat if array.ndim == 1 else flat.view(array.shape)
+
+
+class Views(Mapping[str, Tensor]):
+    """What was uploaded, by name, each view made when it is asked for: of a graph's inputs nobody does."""
+
+    def __init__(self, sections: Sections, places: Mapping[str, tuple[_Target, int]]) -> None:
+        self._sections = sections
+        self._places = places  # buffer and byte offset
+        self._made: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        view = self._made.get(name)
+        if view is None:
+            target, offset = self._places[name]
+            view = self._made[name] = target.view(offset, self._sections[name])
+        return view
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _grown(nbytes: int, needed: int) -> int:
@@ -147,7 +182,7 @@ class Packer:
         self._fixed = _Target(self.device, capacity)
         self._overflow = _Target(self.device, 0)
 
-    def upload(self, sections: Sections, layout: Layout | None = None) -> dict[str, Tensor]:
+    def upload(self, sections: Sections, layout: Layout | None = None) -> Views:
         """Views of the device buffer by name, with the arrays' shapes and dtypes, each on 16 bytes.
 
         Without a layout sections are packed tightly in their order. With one, each of its names must be among the
@@ -158,14 +193,23 @@ class Packer:
         AssertionError for a dtype other than bool, uint8, int32, int64, float32, float64, and for a layout that a
         section or the device buffer is too small for.
         """
-        places = self._check(sections, layout) if layout is not None else {}
-        start = layout.nbytes if layout is not None else 0
-        offsets, end = _place(sections, places, start)
+        fixed = self._check(sections, layout) if layout is not None else {}
+        start = end = layout.nbytes if layout is not None else 0
+        offsets: dict[str, int] = {}
+        for name, array in sections.items():
+            assert array.dtype in _DTYPES, f"cannot pack an array of {array.dtype}"
+            if name in fixed:
+                offsets[name] = fixed[name][0]
+            else:
+                offsets[name] = end
+                end = _align(end + array.nbytes)
         staging = self._ring[self._turn]
         self._turn = (self._turn + 1) % len(self._ring)
         staging.acquire(end)
         for name, array in sections.items():
-            _write(staging.array, offsets[name], array, places[name][1] if name in places else array.nbytes)
+            staging.write(offsets[name], array)
+        for name, (offset, room) in fixed.items():
+            staging.clear(offset + sections[name].nbytes, offset + room)
         together = end <= len(self._fixed.bytes)
         staging.copy(0, end if together else start, self._fixed.bytes)
         if not together:
@@ -173,12 +217,13 @@ class Packer:
                 self._overflow = _Target(self.device, _grown(len(self._overflow.bytes), end - start))
             staging.copy(start, end, self._overflow.bytes)
         staging.release()
-        return {
-            name: self._fixed.view(offsets[name], array)
-            if together or name in places
-            else self._overflow.view(offsets[name] - start, array)
-            for name, array in sections.items()
-        }
+        return Views(
+            sections,
+            {
+                name: (self._fixed, offset) if together or name in fixed else (self._overflow, offset - start)
+                for name, offset in offsets.items()
+            },
+        )
 
     def _check(self, sections: Sections, layout: Layout) -> Mapping[str, tuple[int, int]]:
         capacity = len(self._fixed.bytes)
@@ -190,22 +235,3 @@ class Packer:
                 f"section {name!r} has {needed} bytes, its place in the layout {room}: it cannot grow"
             )
         return layout.places
-
-
-def _place(sections: Sections, places: Mapping[str, tuple[int, int]], start: int) -> tuple[dict[str, int], int]:
-    """Byte offset of every section, and where the last one ends: fixed places first, the others from `start`."""
-    offsets, end = {}, start
-    for name, array in sections.items():
-        if name in places:
-            offsets[name] = places[name][0]
-        else:
-            offsets[name] = end
-            end = _align(end + array.nbytes)
-    return offsets, end
-
-
-def _write(into: NDArray[np.uint8], offset: int, array: NDArray[Any], capacity: int) -> None:
-    assert array.dtype in _DTYPES, f"cannot pack an array of {array.dtype}"
-    end = offset + array.nbytes
-    into[offset:end].view(array.dtype).reshape(array.shape)[...] = array
-    into[end : offset + capacity] = 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from isthmus.cache.prefix import PrefixCache
 from isthmus.engine.placement import Placement
+from isthmus.engine.running import Running
 from isthmus.engine.sequence import Sequence
 from isthmus.memory import Plan, Pool, Refusal
 
@@ -44,9 +45,9 @@ class Room:
         capped = max_cached_tokens is not None and "tokens" in pool.covering
         self._most_pages = (max_cached_tokens or 0) // page_size if capped else None
 
-    def plan(self, running: Items[Sequence], chunks: Items[int]) -> Plan | Refusal:
+    def plan(self, running: Running, chunks: Int64) -> Plan | Refusal:
         """For exactly this, after evicting what must be evicted for it."""
-        demand = self._placement.demand(rows_of(running), past_of(running), np.array(chunks, np.int64))
+        demand = self._placement.demand(running.rows, running.past, chunks)
         plan = self._price(demand)
         if not plan and self._cache is not None and self._cache.evict(demand, self._price):
             plan = self._price(demand)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
+from isthmus.engine.rows import Bool, Int64
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.step import SampleRow, ScoreSpan
 from isthmus.params import SamplingParams
+
+GREEDY = 1e-5
+"""Temperatures below mean greedy: dividing by them overflows."""
 
 
 def looks_back(params: SamplingParams) -> bool:
@@ -21,58 +28,86 @@ def looks_back(params: SamplingParams) -> bool:
     )
 
 
-def go_on(sequences: Items[Sequence], counts: Items[int]) -> tuple[list[int], list[SampleRow], list[Sequence]]:
-    """Move each sequence on by its count: `(tokens that go in, what is sampled, for which of them)`.
+def is_plain(params: SamplingParams) -> bool:
+    """Is nothing wanted but the first maximum of the logits as they are (once `min_tokens` are there)?"""
+    return params.temperature < GREEDY and params.logprobs is None and not params.logit_bias and not looks_back(params)
 
-    A token that is not here yet goes in as -1. Who is sampled for has one token more, which is pending.
-    """
+
+def tokens_of(sequences: Items[Sequence], past: Int64, counts: Int64, pending: Bool) -> NDArray[np.int32]:
+    """What goes in: each sequence's next `counts[i]` tokens after `past[i]`; -1 for a token that is pending."""
+    if pending.all():
+        return np.full(len(pending), -1, np.int32)
     tokens: list[int] = []
-    samples: list[SampleRow] = []
-    sampled: list[Sequence] = []
-    for sequence, n in zip(sequences, counts, strict=True):
-        past, output = sequence.past, sequence.output
-        at = past - len(sequence.prompt)
-        if n == 1 and at >= 0:
-            tokens.append(output[at] if at < len(output) else -1)
+    for sequence, start, n, waits in zip(sequences, past.tolist(), counts.tolist(), pending.tolist(), strict=True):
+        if waits:
+            tokens.append(-1)
         else:
-            tokens += sequence.tokens(past, past + n)
-        sequence.past = past = past + n
-        if past == sequence.length:
-            samples.append(_sample_row(sequence, len(tokens) - 1))
-            sampled.append(sequence)
-            sequence.length += 1
-    return tokens, samples, sampled
+            tokens += sequence.tokens(start, start + n)
+    return np.array(tokens, np.int32)
 
 
-def score_spans(sequences: Items[Sequence], counts: Items[int]) -> tuple[ScoreSpan, ...]:
+class Samples(Items[SampleRow]):
+    """What a step samples, spelled out when somebody looks: few executors do where all are plain.
+
+    Args:
+        sequences: who needs a token.
+        rows, index, position: what `SampleRow` has under these names, taken when the step was planned.
+    """
+
+    def __init__(self, sequences: Items[Sequence], rows: Int64, index: Int64, position: Int64) -> None:
+        self._sequences = sequences
+        self._numbers = rows, index, position
+        self._made: list[SampleRow] | None = None
+
+    @property
+    def _samples(self) -> list[SampleRow]:
+        if self._made is None:
+            numbers = zip(*(array.tolist() for array in self._numbers), strict=True)
+            pairs = zip(self._sequences, numbers, strict=True)
+            self._made = [_sample_row(sequence, *three) for sequence, three in pairs]
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[SampleRow]:
+        return iter(self._samples)
+
+    @overload
+    def __getitem__(self, index: int) -> SampleRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleRow]: ...
+    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
+        return self._samples[index]
+
+
+def score_spans(chunks: Iterable[tuple[Sequence, int, int]]) -> tuple[ScoreSpan, ...]:
     """The prompt tokens of a step that somebody wants the log probabilities of.
 
-    Sequence i has its next `counts[i]` tokens in the step, and has not gone on yet. Of a request's continuations, which
-    share the prompt, the first one is asked; once it has output, it was.
+    Chunks are `(sequence, n, start)`: its next n tokens are in the step, from `start` on; it has not gone on yet. Of a
+    request's continuations, which share the prompt, the first one is asked; once it has output, it was.
     """
     spans: list[ScoreSpan] = []
-    start = 0
-    for sequence, n in zip(sequences, counts, strict=True):
+    for sequence, n, start in chunks:
         top = sequence.request.params.prompt_logprobs
         if top is not None and sequence.index == 0 and not sequence.output:
-            targets = sequence.prompt[sequence.past + 1 : sequence.past + n + 1]
+            first = sequence.past + 1
+            targets = sequence.prompt[first : first + n]
             if targets:
-                request_id = sequence.request.request_id
-                spans.append(ScoreSpan(request_id, sequence.past + 1, start, np.array(targets, np.int32), top))
-        start += n
+                spans.append(ScoreSpan(sequence.request.request_id, first, start, np.array(targets, np.int32), top))
     return tuple(spans)
 
 
-def _sample_row(sequence: Sequence, index: int) -> SampleRow:
-    params, length = sequence.request.params, sequence.length
+def _sample_row(sequence: Sequence, row: int, index: int, position: int) -> SampleRow:
+    params = sequence.request.params
     return SampleRow(
-        sequence.row,
+        row,
         index,
         params,
         sequence.seed,
-        length,
+        position,
         sequence.prompt,
         sequence.output,
-        length - len(sequence.prompt) >= params.min_tokens,
+        position - len(sequence.prompt) >= params.min_tokens,
         sequence.mask,
     )

@@ -38,13 +38,16 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isthmus.cache.prefix import PrefixCache
 from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.placement import Placement
-from isthmus.engine.room import Room, past_of, rows_of
-from isthmus.engine.samples import go_on, looks_back, score_spans
+from isthmus.engine.room import Room
+from isthmus.engine.rows import Bool, Int64
+from isthmus.engine.running import Running
+from isthmus.engine.samples import Samples, is_plain, looks_back, score_spans, tokens_of
 from isthmus.engine.sequence import FinishReason, Request, Status, sequence_seed
 from isthmus.engine.sequence import Sequence as Seq
 from isthmus.engine.sharing import Sharing
@@ -81,6 +84,8 @@ class _Flight:
     step: Step
     sequences: list[Seq]
     sampled: list[Seq]  # owners of `step.samples`
+    rows: Int64  # of `sampled`
+    owners: Int64  # of those rows, by `Rows.owner`
     computing: list[Seq]  # those with prompt tokens in it
 
 
@@ -112,7 +117,7 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.counters = Counters()
-        self.running: list[Seq] = []
+        self.running = Running(config.max_num_seqs)
         self.waiting: deque[Seq] = deque()
         self.requests: dict[str, Request] = {}  # those with a sequence that has not ended
         self._eos = frozenset(eos_token_ids)
@@ -154,10 +159,11 @@ class Scheduler:
         if len(prompt) + limit - 1 > self.longest:
             raise RequestError(self._impossible(len(prompt), limit))
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        back = looks_back(params)
+        back, plain = looks_back(params), is_plain(params)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         for i in range(params.n):
             seed = sequence_seed(params.seed, i)
-            sequence = Seq(request, i, (arrival, i), seed, limit, prompt, back, queued=self.clock())
+            sequence = Seq(request, i, (arrival, i), seed, limit, prompt, back, plain, ends, queued=self.clock())
             request.sequences.append(sequence)
             self.waiting.append(sequence)
         self.requests[request.request_id] = request
@@ -183,9 +189,7 @@ class Scheduler:
         """Stop a running sequence: its pages are free at once, its tokens are kept and computed again later."""
         assert sequence.status is Status.RUNNING, "only a running sequence can be preempted"
         self._vacate([sequence])
-        self.running.remove(sequence)
-        sequence.status = Status.PREEMPTED
-        sequence.past, sequence.cuts, sequence.queued = 0, (), self.clock()
+        sequence.status, sequence.queued = Status.PREEMPTED, self.clock()
         sequence.request.receipt.preemptions += 1
         self.waiting.insert(bisect_left(self.waiting, sequence.order, key=_age), sequence)
         self.counters.preemptions += 1
@@ -203,12 +207,13 @@ class Scheduler:
         if not self.requests:
             return None
         self._share_newest()
-        self.placement.unbind_passed(rows_of(self.running), past_of(self.running))
+        self.placement.unbind_passed(self.running.rows, self.running.past)
         self._admit_oldest()
         chunks, budget = self._chunks()
-        self._admit(chunks, budget)
-        plan = self._secure(chunks) if any(chunks) else None
-        if plan is None or not any(chunks):
+        if self.waiting:
+            chunks = self._admit(chunks.tolist(), budget)
+        plan, chunks = self._secure(chunks) if chunks.any() else (None, chunks)
+        if plan is None or not chunks.any():
             assert self._flights, "nobody can run, and no flight will change that"
             return None
         return self._step(plan, chunks)
@@ -249,21 +254,29 @@ class Scheduler:
         if not self.running or self.waiting[0].order < self.running[0].order:
             self._start(self.waiting[0])
 
-    def _chunks(self) -> tuple[list[int], int]:
+    def _chunks(self) -> tuple[Int64, int]:
         """Tokens for each running sequence, and what is left of the step's budget.
 
         Those with one token to go (decodes) come first, then prefills by age.
         """
-        chunks = [s.todo for s in self.running]
-        budget = self.config.max_num_batched_tokens - chunks.count(1)
-        for i, n in enumerate(chunks):
-            if n > 1:
-                chunks[i] = min(n, budget)
-                budget -= chunks[i]
+        rows = self.running.rows
+        chunks = self.running.at.todo(rows, self._pending(rows))
+        budget = self.config.max_num_batched_tokens - int(np.count_nonzero(chunks == 1))
+        for i in np.flatnonzero(chunks > 1).tolist():
+            chunks[i] = min(int(chunks[i]), budget)
+            budget -= int(chunks[i])
         return chunks, budget
 
-    def _admit(self, chunks: list[int], budget: int) -> None:
-        """Let the oldest waiting sequences run, as many as fit beside those that do.
+    def _pending(self, rows: Int64) -> Bool:
+        """Is the newest token of those that have these rows in flight?"""
+        pending = np.zeros(self.config.max_num_seqs, np.bool_)
+        for flight in self._flights:
+            pending[flight.rows[self.running.at.owner[flight.rows] == flight.owners]] = True
+        found: Bool = pending[rows]
+        return found
+
+    def _admit(self, chunks: list[int], budget: int) -> Int64:
+        """Let the oldest waiting sequences run, as many as fit beside those that do. Returns everyone's tokens.
 
         They are admitted only if their whole prompt fits now and a page more for everyone, so that admission does
         not lead straight to preemption. They start in groups of doubling size; of a group that does not fit, the
@@ -277,7 +290,8 @@ class Scheduler:
                 if budget < 1:
                     break
                 at = self._start(sequence)
-                chunks.insert(at, min(sequence.todo, budget))
+                row = np.array([sequence.row])
+                chunks.insert(at, min(int(self.running.at.todo(row, np.zeros(1, np.bool_))[0]), budget))
                 budget -= chunks[at]
                 started.append(sequence)
             fits = not started or self._room.fits_ahead(self.running, chunks)
@@ -288,8 +302,9 @@ class Scheduler:
                 self._unstart(started.pop())
                 fits = self._room.fits_ahead(self.running, chunks)
             if len(started) < group:
-                return
+                break
             group *= 2
+        return np.array(chunks, np.int64)
 
     def _startable(self) -> Iterator[Seq]:
         """Waiting sequences by age, but for those whose sibling is about to compute the prompt for them, or whose
@@ -300,25 +315,28 @@ class Scheduler:
             elif not sequence.has_pending:
                 yield sequence
 
-    def _secure(self, chunks: list[int]) -> Plan | None:
-        """A plan for the chunks, after making them smaller and preempting, if it must be. None: wait for a flight."""
+    def _secure(self, chunks: Int64) -> tuple[Plan | None, Int64]:
+        """A plan for the chunks, after making them smaller and preempting, if it must be, and what is left of them.
+        None: wait for a flight."""
         while True:
             plan = self._room.plan(self.running, chunks)
             if isinstance(plan, Plan):
-                return plan
+                return plan, chunks
             self.counters.refusals += 1
             self.pool.refused(plan)
-            if self._room.shrink(self.running, chunks):
+            fewer = chunks.tolist()
+            if self._room.shrink(self.running, fewer):
+                chunks = np.array(fewer, np.int64)
                 continue
             if len(self.running) == 1 and self.placement.restoring(self.running[0].row):
                 self._restart_cold()
-                chunks[:] = self._chunks()[0]
+                chunks = self._chunks()[0]
                 continue
             if any(s.is_complete for s in self.running):
-                return None  # they end when their flight settles: their pages come without a preemption
+                return None, chunks  # they end when their flight settles: their pages come without a preemption
             assert len(self.running) > 1, f"the oldest sequence does not fit an empty pool: {plan.message}"
             self.preempt(self.running[-1])
-            del chunks[-1]
+            chunks = chunks[:-1]
 
     def _end(self, sequence: Seq, token: int) -> tuple[FinishReason, int | None] | None:
         """Why the sequence is complete with its newest token, or None."""
@@ -332,48 +350,71 @@ class Scheduler:
 
     # -- inside: pages and bookkeeping ----------------------------------------------------------------------
 
-    def _step(self, plan: Plan, chunks: list[int]) -> Step:
+    def _step(self, plan: Plan, chunks: Int64) -> Step:
         """Commit the plan, write down what the executor has to do, and count it as done."""
-        sequences = [s for s, n in zip(self.running, chunks, strict=True) if n]
-        counts = [n for n in chunks if n]
-        for sequence in sequences:
-            if sequence.queued is not None:
-                sequence.stop_waiting(self.clock())
-        rows, past = rows_of(sequences), past_of(sequences)
-        self.placement.commit(plan, rows, past, np.array(counts, np.int64))
+        at, busy = self.running.at, np.flatnonzero(chunks)
+        sequences, rows, counts = list(self.running), self.running.rows, chunks
+        if len(busy) < len(chunks):
+            sequences, rows, counts = [sequences[i] for i in busy.tolist()], rows[busy], chunks[busy]
+        past, pending = at.past[rows], self._pending(rows)
+        for i in np.flatnonzero(~at.begun[rows]).tolist():
+            sequences[i].stop_waiting(self.clock())
+        at.begun[rows] = True
+        self.placement.commit(plan, rows, past, counts)
         query_start = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
-        computing = [s for s in sequences if s.past < len(s.prompt)]
-        scores = score_spans(sequences, counts) if computing else ()
-        tokens, samples, sampled = go_on(sequences, counts)
+        chunked = np.flatnonzero(past < at.prompt[rows]).tolist()
+        computing = [sequences[i] for i in chunked]
+        scores = score_spans((sequences[i], int(counts[i]), int(query_start[i])) for i in chunked)
+        tokens = tokens_of(sequences, past, counts, pending)
+        sampled, samples, plain = self._go_on(sequences, rows, past + counts, query_start[1:] - 1)
         step = Step(
             delta=self.pool.take_delta(),
             block_writes=self.placement.blocks.take_writes(),
-            tokens=np.array(tokens, np.int32),
+            tokens=tokens,
             query_start=query_start,
             past=past.astype(np.int32),
             rows=rows.astype(np.int32),
             samples=samples,
             states=self.placement.states(rows),
             scores=scores,
+            plain=plain,
         )
-        self._unshared = _Flight(step, sequences, sampled, computing)
+        self._unshared = _Flight(step, sequences, *sampled, computing)
         self._flights.append(self._unshared)
         self.counters.steps += 1
         self.counters.computed_tokens += len(tokens)
         return step
 
+    def _go_on(
+        self, sequences: list[Seq], rows: Int64, past: Int64, last: NDArray[np.int32]
+    ) -> tuple[tuple[list[Seq], Int64, Int64], Samples, bool]:
+        """Sequences have gone on to `past`, with token `last[i]` of the step. Who has no token left gets one more,
+        which is pending: `((who, rows, owners), what is sampled, whether all of it is plain)`."""
+        at = self.running.at
+        at.past[rows] = past
+        length = at.length[rows]
+        through = past == length
+        if not through.all():
+            which = np.flatnonzero(through)
+            sequences, rows, length, last = (
+                [sequences[i] for i in which.tolist()],
+                rows[which],
+                length[which],
+                last[which],
+            )
+        at.length[rows] = length + 1
+        plain = bool((length >= at.plain_from[rows]).all())
+        return (sequences, rows, at.owner[rows]), Samples(sequences, rows, last, length), plain
+
     def _start(self, sequence: Seq) -> int:
         """Give a waiting sequence a row, and whatever of it is cached; its index among the running."""
         match = None if self._sharing is None else self._sharing.match(sequence)
-        sequence.row = self.placement.take_row(match)
+        row = self.placement.take_row(match)
         self.waiting.remove(sequence)
         sequence.resume, sequence.status = sequence.status, Status.RUNNING
-        if match is not None and self._sharing is not None:
-            self._sharing.start(sequence, match)
-        at = bisect_left(self.running, sequence.order, key=_age)
-        self.running.insert(at, sequence)
-        return at
+        past, cuts = (0, ()) if match is None or self._sharing is None else self._sharing.start(sequence, match)
+        return self.running.add(sequence, row, past, cuts)
 
     def _restart_cold(self) -> None:
         """The last one running holds a snapshot and finds no room for its own state beside it: do without the hit."""
@@ -385,8 +426,7 @@ class Scheduler:
     def _unstart(self, sequence: Seq) -> None:
         """It does not fit after all: as if `_start` had not been called."""
         self._vacate([sequence])
-        self.running.remove(sequence)
-        sequence.status, sequence.past, sequence.cuts = sequence.resume, 0, ()
+        sequence.status = sequence.resume
         self.waiting.insert(bisect_left(self.waiting, sequence.order, key=_age), sequence)
 
     def _share_newest(self) -> None:
@@ -406,28 +446,28 @@ class Scheduler:
                 self._sharing.keep(sequence)
 
     def _vacate(self, sequences: list[Seq]) -> None:
-        """Free rows and pages at once, though flights may use them: the next owners are planned, so run, later."""
-        if self._sharing is not None and sequences:
+        """They run no more. Free rows and pages at once, though flights may use them: the next owners are planned, so run, later."""
+        if self._sharing is not None:
             self._sharing.share(sequences)
             for sequence in sequences:
                 self._sharing.keep(sequence)
         for sequence in sequences:
             sequence.request.receipt.take(self.placement.taken(sequence.row), self._page_bytes)
         self.placement.vacate([s.row for s in sequences])
-        for sequence in sequences:
-            sequence.row = -1
+        self.running.remove(sequences)
 
     def _finish(self, ended: list[tuple[Seq, FinishReason, int | str | None]]) -> None:
         if not ended:
             return
-        self._vacate([s for s, _, _ in ended if s.status is Status.RUNNING])
+        running = [s for s, _, _ in ended if s.status is Status.RUNNING]
+        if running:
+            self._vacate(running)
         for sequence, reason, stop_reason in ended:
             assert sequence.status is not Status.FINISHED, "a sequence ends once"
             sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
             self.counters.finished += 1
             if sequence.request.is_finished:
                 del self.requests[sequence.request.request_id]
-        self.running = [s for s in self.running if s.status is Status.RUNNING]
         if any(s.status is Status.FINISHED for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if s.status is not Status.FINISHED)
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from isthmus.cache.names import Names
 from isthmus.engine.receipt import Receipt
+from isthmus.engine.rows import FAR, Rows
 from isthmus.engine.step import TokenMask
 from isthmus.params import SamplingParams
 
@@ -40,25 +41,51 @@ class Sequence:
     limit: int  # output tokens at most
     prompt: list[int]  # shared with the request and never changed
     looks_back: bool = False  # its next token cannot be chosen while one is pending
+    plain: bool = False  # its tokens are first maxima of the logits as they are, once it may end
+    ends: frozenset[int] = frozenset()  # tokens that end it, once it may
     output: list[int] = field(default_factory=list)
-    length: int = field(init=False)  # tokens it has, prompt, output and pending; changed by `Scheduler.schedule` alone
     most_cached: int = field(init=False)  # tokens it can ever have cached: the last one it is given is never fed back
     status: Status = Status.WAITING
-    past: int = 0  # changed by `Scheduler.schedule` and preemption alone
     row: int = -1  # of the block table, -1 while it does not run
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     names: Names | None = None  # of its full pages, for the prefix cache; made when it first starts
-    cuts: tuple[int, ...] = ()  # tokens at which a prefill chunk must end, so that somebody can come back there
     resume: Status = Status.WAITING  # what it was before it started
     cold: bool = False  # what is cached of it must not be used
     queued: float | None = None  # on the scheduler's clock, since when it waits; None while it runs
     waited_for: str | None = None  # what kept it when it stood at the front
     mask: TokenMask | None = None  # which tokens its grammar lets it go on with
+    _length: int = field(init=False, repr=False)  # while it does not run
+    _rows: Rows | None = field(default=None, repr=False)  # while it runs
 
     def __post_init__(self) -> None:
-        self.length = self.known
+        self._length = self.known
         self.most_cached = len(self.prompt) + self.limit - 1
+
+    def enter(self, rows: Rows, row: int, past: int, cuts: tuple[int, ...]) -> None:
+        """It runs from now on, in that row, with `past` tokens cached; its prefill chunks end at `cuts` (two at most)
+        besides, so that somebody can come back there."""
+        prompt = len(self.prompt)
+        plain_from = prompt + self.request.params.min_tokens if self.plain else FAR
+        rows.take(row, past, self._length, prompt, self.most_cached, plain_from, self.looks_back, cuts)
+        self.row, self._rows = row, rows
+
+    def leave(self) -> None:
+        """It runs no more."""
+        assert self._rows is not None
+        self._length = self.length
+        self._rows.give(self.row)
+        self.row, self._rows = -1, None
+
+    @property
+    def past(self) -> int:
+        """Tokens cached; changed by `Scheduler.schedule` alone."""
+        return 0 if self._rows is None else int(self._rows.past[self.row])
+
+    @property
+    def length(self) -> int:
+        """Tokens it has: prompt, output and pending; changed by `Scheduler.schedule` alone."""
+        return self._length if self._rows is None else int(self._rows.length[self.row])
 
     @property
     def known(self) -> int:
@@ -74,16 +101,6 @@ class Sequence:
     def is_complete(self) -> bool:
         """Is its last token, by length, in flight? (It ends when that is here.)"""
         return self.length > self.most_cached
-
-    @property
-    def todo(self) -> int:
-        """Tokens to compute before the next place where a chunk must end; 0 while it has to wait for a pending one."""
-        for cut in self.cuts:
-            if cut > self.past:
-                return cut - self.past
-        length = self.length
-        waits = length > self.most_cached or (self.looks_back and self.has_pending)
-        return 0 if waits else length - self.past
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together, end <= known."""

@@ -36,16 +36,19 @@ class Sharing:
         sequence.names.extend(sequence.tokens(sequence.names.tokens, sequence.known))
         return self._cache.match(sequence.names, sequence.known)
 
-    def start(self, sequence: Sequence, match: Match) -> None:
-        """It starts from that hit; the first of a request's sequences to do so is the one its receipt tells of."""
-        sequence.past = match.columns * self._page_size
-        sequence.cuts = self._cuts(sequence, match)
+    def start(self, sequence: Sequence, match: Match) -> tuple[int, tuple[int, ...]]:
+        """It starts from that hit; the first of a request's sequences to do so is the one its receipt tells of.
+
+        Returns how many tokens of it are cached, and where its prefill chunks end besides.
+        """
+        past = match.columns * self._page_size
         receipt = sequence.request.receipt
         if not receipt.restorable:
-            receipt.cached_tokens = min(sequence.past, len(sequence.prompt))
+            receipt.cached_tokens = min(past, len(sequence.prompt))
             receipt.restorable = dict(match.per_kind)
             receipt.known_tokens = match.known * self._page_size
             receipt.cut_by = match.cut_by
+        return past, self._cuts(past, sequence.length, match)
 
     def is_coming(self, sequence: Sequence) -> bool:
         """Is a sibling about to compute the prompt of this waiting sequence?"""
@@ -74,10 +77,10 @@ class Sharing:
         else:  # its state has taken in a token that is not here, so that nobody can name the place
             self._cache.keep(sequence.names, sequence.known // self._page_size)
 
-    def _cuts(self, sequence: Sequence, match: Match) -> tuple[int, ...]:
+    def _cuts(self, past: int, length: int, match: Match) -> tuple[int, ...]:
         """Where its prefill chunks end besides, so that somebody can come back: at a branch; with states, at the last
         boundary of what it has, where they must be saved on the spot."""
         cuts = {match.branch * self._page_size}
         if self._cache.roles.states:
-            cuts.add((sequence.length - 1) // self._page_size * self._page_size)
-        return tuple(sorted(cut for cut in cuts if sequence.past < cut < sequence.length))
+            cuts.add((length - 1) // self._page_size * self._page_size)
+        return tuple(sorted(cut for cut in cuts if past < cut < length))

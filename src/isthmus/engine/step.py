@@ -94,6 +94,8 @@ class Step:
     """[S], virtual id of each sequence's state page; empty when the model has no state group. Where `past` is 0 the
     page is fresh and the state starts at zero, whatever the bytes are."""
     scores: tuple[ScoreSpan, ...] = ()
+    plain: bool = False
+    """All samples want the first maximum of their logits as they are, and nothing else. (False promises nothing.)"""
 
 
 @dataclass(frozen=True)

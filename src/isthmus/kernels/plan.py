@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +21,8 @@ MAX_CHUNK = 8192
 
 CHUNKS = ALIGN << np.arange((MAX_CHUNK // ALIGN).bit_length())
 """Tokens of an item: what `plan_decode` chooses from."""
+
+_SHIFTS = np.log2(CHUNKS).astype(np.int64)[:, None]
 
 ITEM_TOKENS = 32
 """What taking up an item costs, in tokens read."""
@@ -43,36 +47,47 @@ def plan_decode(
     count = len(tokens)
     if count == 0:
         return np.zeros((0, FIELDS), np.int32), 0
-    origin = first // ALIGN * ALIGN
-    span = (end - origin) * (end > first)
-    chunk = _chunk(span, target_items)
-    parts = np.maximum(-(-span // chunk), 1)
-    owner = np.repeat(np.arange(count), parts)
-    index = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
-    slots = np.where(parts > 1, parts, 0)
-    items = np.zeros((len(owner), FIELDS), np.int32)
-    cut = origin[owner] + index * chunk
-    items[:, 0] = tokens[owner]
-    items[:, 1] = sequences[owner]
-    items[:, 2] = np.maximum(cut, first[owner])
-    items[:, 3] = np.minimum(cut + chunk, end[owner])
-    items[:, 4] = (np.cumsum(slots) - slots)[owner]
-    items[:, 5] = index
-    items[:, 6] = parts[owner]
-    return items[np.argsort(items[:, 2] - items[:, 3], kind="stable")], int(slots.sum())
+    origin = first & -ALIGN
+    span = np.where(end > first, end - origin, 0)
+    chunk, parts = _cut(span, target_items)
+    items = np.zeros((FIELDS, count if parts is None else int(parts.sum())), np.int32)
+    if parts is None:
+        items[:4] = tokens, sequences, first, end
+        items[6] = 1
+    else:
+        owner = np.repeat(np.arange(count), parts)
+        slots = np.where(parts > 1, parts, 0)
+        before = np.cumsum(parts) - parts
+        items[:7] = np.stack((tokens, sequences, first, end, np.cumsum(slots) - slots, before, parts))[:, owner]
+        items[5] = np.arange(len(owner)) - items[5]
+        cut = origin[owner] + items[5] * chunk
+        items[2] = np.maximum(cut, items[2])
+        items[3] = np.minimum(cut + chunk, items[3])
+    length = (items[3] - items[2]).astype(np.int16)  # of MAX_CHUNK at most; a stable sort of these takes no comparisons
+    used = 0 if parts is None else int(slots.sum())
+    return items.T[np.argsort(-length, kind="stable")], used
 
 
-def _chunk(span: Integers, target: int) -> int:
-    """The tokens per item that end soonest if `target` items run at once."""
-    parts = np.maximum(-(-span // CHUNKS[:, None]), 1)
-    items = parts.sum(1)
-    slots = np.where(parts > 1, parts, 0).sum(1)
-    longest = np.minimum(CHUNKS, span.max()) + ITEM_TOKENS + PART_TOKENS * (slots > 0)
-    # List scheduling: everything divided by the programs, and half of an item too long at the end.
-    spread = (span.sum() + ITEM_TOKENS * items + PART_TOKENS * slots) / target + longest / 2
-    cost = np.where(items <= target, longest, np.maximum(longest, spread))
-    cost[:-1][items[:-1] > len(span) + 2 * target] = np.inf
-    return int(CHUNKS[np.argmin(cost)])
+def _cut(span: Integers, target: int) -> tuple[int, Integers | None]:
+    """The tokens per item that end soonest if `target` items run at once, and the items of each decode; None: one."""
+    parts = np.maximum((span + (CHUNKS - 1)[:, None]) >> _SHIFTS, 1)
+    items = parts.sum(1).tolist()
+    whole = (parts == 1).sum(1).tolist()
+    count, total, longest_span = len(span), int(span.sum()), int(span.max())
+    best, at = math.inf, -1
+    for i, chunk in enumerate(CHUNKS.tolist()):
+        if items[i] > count + 2 * target and i < len(CHUNKS) - 1:
+            continue
+        slots = items[i] - whole[i]
+        longest = min(chunk, longest_span) + ITEM_TOKENS + PART_TOKENS * (slots > 0)
+        cost = float(longest)
+        if items[i] > target:
+            # List scheduling: everything divided by the programs, and half of an item too long at the end.
+            spread = (total + ITEM_TOKENS * items[i] + PART_TOKENS * slots) / target + longest / 2
+            cost = max(cost, spread)
+        if cost < best:
+            best, at = cost, i
+    return int(CHUNKS[at]), None if whole[at] == count else parts[at]
 
 
 def plan_prefill(bounds: Integers, past: Integers, sequences: Integers, block: int, window: int | None = None) -> Int32:

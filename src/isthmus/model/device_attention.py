@@ -77,7 +77,6 @@ class DeviceBatch:
         num_programs: Mapping[str, int],
     ) -> None:
         self.step: Mapping[str, GroupStep] = {}  # by group
-        self.live = 0  # tokens of the step; rows behind are padding
         self._layer_group = layer_group
         self._owner = owner
         self._pages = pages
@@ -108,7 +107,6 @@ class DeviceBatch:
         if owner == layer:
             write_kv(key, value, pages.key, pages.value, step.slots)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        out[self.live :].zero_()
         if step.items is not None:
             decode_attention(
                 query,

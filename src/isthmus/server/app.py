@@ -241,6 +241,7 @@ def _pool(client: EngineClient) -> dict[str, Any]:
         "null_bytes": stats.null,
         "gap_bytes": stats.gap,
         "tail_bytes": stats.tail,
+        "graph_bytes": stats.graph_bytes,
         "groups": groups,
         "ids": {"live": stats.ids, "capacity": stats.id_capacity},
         "running": stats.running,

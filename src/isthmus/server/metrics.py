@@ -128,6 +128,7 @@ class _EngineCollector(Collector):
         yield _gauge("kv_cache_usage_perc", "Share of the arena that is live or cached", used / stats.total)
         yield _counter("engine_steps", "Forwards since the engine's start", stats.steps)
         yield _counter("num_preemptions", "Continuations that gave back their pages to older ones", stats.preemptions)
+        yield _gauge("graph_bytes", "What CUDA graphs take of the device, beside the arena", stats.graph_bytes)
         moved = sum(group.moved_pages * group.page_bytes for group in stats.groups)
         yield _counter("moved_bytes", "Bytes of pages moved to make room", moved)
         evicted = CounterMetricFamily(_PREFIX + "evicted_pages", "Cached pages given up", labels=["group"])

@@ -135,6 +135,7 @@ class Stats(Struct, array_like=True):
     steps: int
     preemptions: int
     refusals: int  # plans that the pool refused to steps
+    graph_bytes: int  # of the device beside the arena; 0 where there are no CUDA graphs
 
 
 class Report(Struct, array_like=True, tag="report"):

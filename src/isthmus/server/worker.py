@@ -75,7 +75,7 @@ def _load(start: wire.Start) -> Service:
         args["static_workload"] = tuple(args["static_workload"])
     llm = LLM(**args)
     print(llm.certificate(), file=sys.stderr, flush=True)
-    return Service(llm.engine, _model_info(llm, Path(start.folder)))
+    return Service(llm.engine, _model_info(llm, Path(start.folder)), llm.graph_bytes)
 
 
 def _model_info(llm: LLM, folder: Path) -> wire.ModelInfo:
@@ -98,11 +98,12 @@ def _model_info(llm: LLM, folder: Path) -> wire.ModelInfo:
 
 
 class Service:
-    """An engine that obeys a socket."""
+    """An engine that obeys a socket. `graph_bytes` is what its CUDA graphs take."""
 
-    def __init__(self, engine: Engine, info: wire.ModelInfo) -> None:
+    def __init__(self, engine: Engine, info: wire.ModelInfo, graph_bytes: int) -> None:
         self.engine = engine
         self.info = info
+        self._graph_bytes = graph_bytes
         self._queued: deque[tuple[str, float]] = deque()  # requests that have not run yet, oldest first, and since when
         self._queue_seconds: dict[str, float] = {}  # of requests that ran and were not reported yet
         self._rejected: list[wire.Rejected] = []
@@ -170,7 +171,7 @@ class Service:
         updates = [_update(output, self._queue_seconds.pop(output.request_id, None)) for output in outputs]
         rejected, self._rejected = self._rejected, []
         done, self._done = self._done, []
-        return wire.Report(updates, rejected, done, stats(self.engine))
+        return wire.Report(updates, rejected, done, stats(self.engine, self._graph_bytes))
 
 
 def reset_prefix_cache(engine: Engine) -> None:
@@ -190,7 +191,7 @@ def evicted_pages(engine: Engine) -> Mapping[str, int]:
     return {} if cache is None else cache.evicted
 
 
-def stats(engine: Engine) -> wire.Stats:
+def stats(engine: Engine, graph_bytes: int) -> wire.Stats:
     """The engine now, in pages and bytes."""
     pool, scheduler = engine.pool, engine.scheduler
     usage, ids = pool.usage(cached_pages(engine)), pool.ids("tokens")
@@ -223,6 +224,7 @@ def stats(engine: Engine) -> wire.Stats:
         steps=scheduler.counters.steps,
         preemptions=scheduler.counters.preemptions,
         refusals=scheduler.counters.refusals,
+        graph_bytes=graph_bytes,
     )
 
 

@@ -1,0 +1,65 @@
+"""What captured graphs would read, checked without a GPU: fixed places, padding, one forward for many lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.engine import device_runner
+from isthmus.engine.graphs import Inputs, lane_counts, token_counts
+from isthmus.model.compile import prepare
+from isthmus.params import SamplingParams
+from tests.engine.test_device_runner import GEMMA, complete, engine_on
+from tests.model.harness import paged, reference, tiny
+
+
+class Replayed:
+    """In place of `Graphs`: runs the forward again over the inputs that were made at the start."""
+
+    def __init__(
+        self,
+        forward: Callable[[Inputs], Any],
+        inputs: Callable[[int], Inputs],
+        sizes: Sequence[int],
+        memory: tuple[int, int],
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self._forward = forward
+        self._inputs = {size: inputs(size) for size in reversed(sizes)}
+
+    def size(self, tokens: int) -> int:
+        return next(n for n in self.sizes if n >= tokens)
+
+    def replay(self, size: int) -> Any:
+        return self._forward(self._inputs[size])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are captured here")
+@pytest.mark.parametrize("compact", [False, True])
+def test_one_forward_over_fixed_places_gives_transformers_tokens(
+    monkeypatch: pytest.MonkeyPatch, compact: bool
+) -> None:
+    """A smaller step after a larger one reads nothing of it, in a poisoned arena."""
+    monkeypatch.setattr(device_runner, "Graphs", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    model = tiny("gemma3_text", **GEMMA)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(5, 200, (n,), generator=draw).tolist() for n in (37, 1, 23, 9, 30, 17)]
+    expected = [reference(model, prompt, 12) for prompt in prompts]
+    twin = paged(model).requires_grad_(False)
+    prepare(twin, compiled=False)
+    engine = engine_on("cpu", twin, graphs=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert complete(engine, prompts, params, compact=compact) == expected
+
+
+@pytest.mark.parametrize("most", [1, 4, 20, 256, 8192])
+def test_sizes_ascend_and_reach_the_most(most: int) -> None:
+    for sizes in (lane_counts(most), token_counts(most)):
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[0] >= 2, "one row is a shape of its own"
+        assert sizes[-1] >= most
+    assert all(n % 8 == 0 for n in token_counts(most))

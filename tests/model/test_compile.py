@@ -1,0 +1,132 @@
+"""Decoder layers of every family compile to one graph each, shared by layers of a class, and compute the same.
+
+What attention itself does on a device is opaque to the compiler, so plain causal attention stands for it here; the
+families' own code around it is what has to trace, under `prepare`'s own options and another backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from isthmus.kernels.reference import Scoring
+from isthmus.model.compile import prepare
+from isthmus.model.device_attention import DeviceBatch
+from isthmus.model.layout import ModelLayout, derive
+from tests.model.harness import paged, tiny
+from tests.model.test_families import FAMILIES
+
+LENGTHS = (2, 5, 33)
+FARTHER = ("gemma3", "gemma2", "gemma4-e2b", "gpt_oss")
+"""Families that go all the way to code generation (which takes minutes on a CPU): seconds each, so one of a sort."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = limit
+
+
+class Causal(DeviceBatch):
+    """Attention over the step's own tokens alone. A layer that shares its rows reads those of their owner."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        super().__init__(layout.layer_group, layout.owner, {}, {}, {})
+        self._windows = {group.name: group.window for group in layout.groups}
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.called: list[int] = []  # layers, in order
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, layer: int, how: Scoring) -> Tensor:
+        self.called.append(layer)
+        if self._owner[layer] == layer:
+            self._rows[layer] = key.clone(), value.clone()
+        key, value = self._rows[self._owner[layer]]
+        n, heads = query.shape[:2]
+        scores = torch.einsum("qhd,khd->hqk", query, _repeat(key, heads)).float() * how.scaling
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        window = self._windows[self._layer_group[layer]] or n
+        scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))
+        if how.sinks is not None:
+            scores = torch.cat((scores, how.sinks.float()[:, None, None].expand(heads, n, 1)), -1)
+        weights = scores.softmax(-1)[..., :n].to(value.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, _repeat(value, heads)).contiguous()
+
+
+def _repeat(rows: Tensor, heads: int) -> Tensor:
+    """A copy of each key head for every query head that reads it."""
+    return rows.repeat_interleave(heads // rows.shape[1], 1)
+
+
+def built(family: str, repeats: int, dtype: torch.dtype) -> tuple[PreTrainedModel, Causal]:
+    """A model with its pattern of layers so many times over."""
+    model_type, values = FAMILIES[family]
+    if "layer_types" in values:
+        types = values["layer_types"] * repeats
+        values = values | {"layer_types": types, "num_hidden_layers": len(types)}
+    else:
+        values = values | {"num_hidden_layers": 2 * repeats}
+    if values.get("num_kv_shared_layers"):
+        values = values | {"num_kv_shared_layers": values["num_kv_shared_layers"] * repeats}
+    model = paged(tiny(model_type, **values)).to(dtype).requires_grad_(False)
+    return model, Causal(derive(model, 4, "float32"))
+
+
+def logits(model: PreTrainedModel, batch: DeviceBatch, length: int) -> Tensor:
+    ids = torch.randint(0, 200, (1, length), generator=torch.Generator().manual_seed(length))
+    with torch.inference_mode():
+        out: Tensor = model(
+            input_ids=ids, position_ids=torch.arange(length)[None], use_cache=False, attention_batch=batch
+        ).logits
+    return out
+
+
+def compiled_with(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `prepare` compile for another backend; its other options stay."""
+    plain: Callable[..., None] = nn.Module.compile
+
+    def compile_(module: nn.Module, **options: Any) -> None:
+        plain(module, backend=backend, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+
+
+def graphs_of(family: str, repeats: int, dtype: torch.dtype) -> int:
+    """Compile a model, see that it computes the same, and count the graphs that took."""
+    counters.clear()
+    model, batch = built(family, repeats, dtype)
+    merged = prepare(model, compiled=False).merged
+    assert (merged > 0) == (dtype is not torch.float32), "16-bit models have projections to merge"
+    plain = {length: logits(model, batch, length) for length in LENGTHS}
+    layers, batch.called = batch.called[: len(batch.called) // len(LENGTHS)], []
+    assert prepare(model, compiled=True).compiled == len(layers) == model.config.num_hidden_layers
+    for length, expected in plain.items():
+        torch.testing.assert_close(logits(model, batch, length), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert batch.called == layers * len(LENGTHS), "each layer is told its own number, whoever it shares code with"
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_compile_to_one_graph_a_class(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pattern of layers more, and no further graph; projections apart and merged; several lengths."""
+    _, values = FAMILIES[family]
+    repeats = 2 if values.get("num_kv_shared_layers") else 1  # the last layers before those that share are a class
+    with monkeypatch.context() as patch:
+        compiled_with("aot_eager" if family in FARTHER else "eager", patch)
+        graphs = graphs_of(family, repeats, torch.float32)
+    assert graphs > 0, "nothing was compiled"
+    torch._dynamo.reset()
+    compiled_with("eager", monkeypatch)
+    assert graphs_of(family, repeats + 1, torch.bfloat16) == graphs
