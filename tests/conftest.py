@@ -17,10 +17,17 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def shared_file(name: str) -> Path:
-    """The path of a data file that lies beside the checkout; the test fails loudly where it is missing."""
-    path = SHARED / name
+    """The path of a data file; the test fails loudly where it is missing.
+
+    They lie beside the checkout in shared/data, or in the folder that the environment variable ISTHMUS_SHARED_DATA
+    names.
+    """
+    path = Path(os.environ.get("ISTHMUS_SHARED_DATA", SHARED)) / name
     if not path.is_file():
-        pytest.fail(f"{path} is missing: these tests read data that lies beside the checkout in shared/data")
+        pytest.fail(
+            f"{path} is missing: these tests read data that lies beside the checkout in shared/data, or where "
+            "ISTHMUS_SHARED_DATA says"
+        )
     return path
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter on a new NumPy, and with bfloat16 products."""
+"""Triton's interpreter on a new NumPy, with bfloat16 products and with rounding to fp8."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _dot = interpreter.InterpreterBuilder.create_dot
+_convert = interpreter._convert_float
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 def _patch(tensor: Any, scope: Any) -> None:
@@ -32,6 +34,15 @@ def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
     return _dot(self, _wide(a), _wide(b), *others)
 
 
+def _convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+    """Triton 3.6 drops the carry of a rounded significand (0.49 becomes 0.25), and cuts subnormal numbers off."""
+    if given != tl.float32 or wanted not in _FP8:
+        return _convert(data, given, wanted, rounding)
+    numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+    return numbers.to(_FP8[wanted]).view(torch.uint8).numpy()
+
+
 if not torch.cuda.is_available():
     interpreter._patch_lang_tensor = _patch
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter._convert_float = _convert_float

@@ -27,6 +27,7 @@ from isthmus.engine import capacity, sizing
 from isthmus.engine.backends import backend_on, resolve_device
 from isthmus.engine.config import CACHE_DTYPES, EngineConfig
 from isthmus.engine.core import Engine
+from isthmus.engine.laps import Laps
 from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
 from isthmus.engine.products import bound_product_caches
 from isthmus.errors import ConfigError
@@ -69,6 +70,7 @@ class LLM:
     def __init__(self, model: str, **engine_args: Any) -> None:
         asked = EngineConfig.build(model=model, **engine_args)
         bound_product_caches()
+        self._laps = Laps()
         device = resolve_device(asked.device)
         self.config = asked.on(device, engine_args)
         _warn_of_idle(engine_args, self.config)
@@ -78,15 +80,18 @@ class LLM:
         self.tokenizer: Any = source.load_tokenizer()
         self.dtype = _dtype(self.config.model.dtype, source.load_config().dtype)
         cache_dtype = CACHE_DTYPES[self.config.memory.kv_cache_dtype] or str(self.dtype).removeprefix("torch.")
+        self._laps.lap("tokenizer and config")
         on_device = build_model(source, self.dtype, load_format=load_format, device=device)
+        self._laps.lap("weights")
         self.layout = derive(on_device, self.config.memory.page_size, cache_dtype)
         self.end_token_ids = source.end_token_ids()  # ids after which a text is complete
-        self._backend = backend_on(device, on_device, self.layout, self.config, self.end_token_ids)
+        self._backend = backend_on(device, on_device, self.layout, self.config, self.end_token_ids, self._laps)
         self._names = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
         arena_bytes = self._backend.arena_bytes()
         walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes)
         self.engine = self._build_engine(*self._pool(arena_bytes, walls))
+        self._laps.lap("arena and graphs" if device == "cuda" else "arena")
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -235,7 +240,7 @@ class LLM:
         dtype = str(self.dtype).removeprefix("torch.")
         lines = [
             f"{self.name}: {dtype} on {self.config.device.device}, up to {longest:,} tokens",
-            self._backend.described,
+            f"{self._backend.described}; started in {self._laps}",
             f"{kind} arena of {pool.arena_bytes:,} bytes, {pool.null_bytes:,} of them null pages",
             *self.layout.describe().splitlines(),
         ]

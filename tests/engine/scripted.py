@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from isthmus.engine.samples import looks_back
-from isthmus.engine.step import Landed, Sampled, SampleRow, Step
+from isthmus.engine.step import Landed, Result, Sampled, SampleRow, Step
 from isthmus.memory import Frees, Group, Op, Pool, Writes
 
 VOCAB = 97
@@ -71,7 +71,7 @@ class ScriptedExecutor:
         self.steps: list[Step] = []
 
     def launch(self, step: Step) -> Landed:
-        return Landed(self.run(step))
+        return Landed(told(step, self.run(step)))
 
     def run(self, step: Step) -> list[Sampled]:
         self.steps.append(step)
@@ -166,7 +166,7 @@ class Overlapping:
         assert len(self.out) < 2, "a third step was launched before the results of the first were taken"
         results = self.inner.run(dataclasses.replace(step, tokens=self._resolve(step)))
         self._last = {row.row: result.token_id for row, result in zip(step.samples, results, strict=False)}
-        self.out.append(_Late(self, results))
+        self.out.append(_Late(self, told(step, results)))
         return self.out[-1]
 
     def _resolve(self, step: Step) -> np.ndarray:
@@ -184,11 +184,19 @@ class _Late:
     """Implements `Launched`."""
 
     owner: Overlapping
-    results: list[Sampled]
+    results: Sequence[Result]
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> Sequence[Result]:
         assert self.owner.out.popleft() is self, "results are taken in the order of the launches, once"
         return self.results
+
+
+def told(step: Step, results: Sequence[Sampled]) -> Sequence[Result]:
+    """As a device tells it: of samples that want no logprobs and have no problem the token alone."""
+    alone = [row.params.logprobs is None for row in step.samples]
+    alone += [False] * (len(results) - len(alone))
+    pairs = zip(results, alone, strict=True)
+    return [result.token_id if plain and result.problem is None else result for result, plain in pairs]
 
 
 def _digest(tokens: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.engine import device_sampler
-from isthmus.engine.device_sampler import DeviceSampler, Drawn, is_plain, score_later
+from isthmus.engine.device_sampler import DeviceSampler, Drawn, score_later
 from isthmus.engine.packing import Packer
 from isthmus.engine.sampler import Sampler, score
 from isthmus.engine.step import Sampled, SampleRow
@@ -30,6 +30,11 @@ class Mask:
 
     def allowed(self) -> NDArray[np.bool_]:
         return self._allowed
+
+
+def spelled(drawn: Drawn) -> list[Sampled]:
+    """Its results, in full also where they are told by the token alone."""
+    return [Sampled(result) if isinstance(result, int) else result for result in drawn.results()]
 
 
 def assert_same(got: list[Sampled], want: list[Sampled]) -> None:
@@ -86,9 +91,9 @@ class TestAsTheCpu:
         sampler = DeviceSampler([EOS], V, device)
         on_device = logits.to(device)
         drawn = sampler(on_device, rows)
-        assert_same(drawn.results(), Sampler([EOS], V)(logits, rows))
+        assert_same(spelled(drawn), Sampler([EOS], V)(logits, rows))
         assert drawn.tokens.dtype == torch.int32
-        assert drawn.tokens.tolist() == [result.token_id for result in drawn.results()]
+        assert drawn.tokens.tolist() == [result.token_id for result in spelled(drawn)]
         assert torch.equal(on_device.cpu().nan_to_num(99.0), before.nan_to_num(99.0))
 
     def test_broken_rows_have_a_problem_and_the_others_their_tokens(self, dtype: torch.dtype, device: str) -> None:
@@ -101,7 +106,7 @@ class TestAsTheCpu:
             row(dataclasses.replace(kinds[i % 3], logprobs=i % 2 * 2), seed=i, position=1, output=[9])
             for i in range(12)
         ]
-        got = DeviceSampler([EOS], V, device)(logits.to(device), rows).results()
+        got = spelled(DeviceSampler([EOS], V, device)(logits.to(device), rows))
         assert [i for i, result in enumerate(got) if result.problem] == [1, 5, 9, 11]
         assert_same(got, Sampler([EOS], V)(logits, rows))
 
@@ -117,7 +122,7 @@ class TestAsTheCpu:
             SamplingParams(top_p=0.7, min_p=0.01, logit_bias={1: 1.0}),
         ):
             one = [row(params, seed=4, position=2)]
-            assert_same(sampler(logits.to(device), one).results(), cpu(logits, one))
+            assert_same(spelled(sampler(logits.to(device), one)), cpu(logits, one))
 
 
 class TestEdits:
@@ -127,7 +132,7 @@ class TestEdits:
         logits[0, 4], logits[1, EOS] = math.nan, math.inf
         only = Mask(np.arange(V) % 8 == 0)
         rows = [row(mask=only), row(allow_eos=False), row(mask=only, allow_eos=False)]
-        assert [r.token_id for r in DeviceSampler([EOS], V, device)(logits.to(device), rows).results()] == [776, 4, 776]
+        assert [r.token_id for r in spelled(DeviceSampler([EOS], V, device)(logits.to(device), rows))] == [776, 4, 776]
 
     def test_rows_are_edited_some_at_a_time(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         rng = np.random.default_rng(1)
@@ -136,7 +141,7 @@ class TestEdits:
         logits = torch.randn(13, V) * 3
         logits[:, [1, 2, 5, EOS]] += 6.0
         monkeypatch.setattr(device_sampler, "_EDITED_BYTES", 3 * 4 * V)
-        got = DeviceSampler([EOS], V, device)(logits.to(device), rows).results()
+        got = spelled(DeviceSampler([EOS], V, device)(logits.to(device), rows))
         assert_same(got, Sampler([EOS], V)(logits, rows))
 
     def test_a_token_that_the_vocabulary_lacks_is_an_error_not_a_write(self, device: str) -> None:
@@ -182,7 +187,7 @@ class TestQueue:
         monkeypatch.setattr(Packer, "upload", refuse)
         logits = torch.eye(4, V, device=device)
         drawn = DeviceSampler([EOS], V, device)(logits, [row()] * 4)
-        assert [result.token_id for result in drawn.results()] == [0, 1, 2, 3]
+        assert [result.token_id for result in spelled(drawn)] == [0, 1, 2, 3]
         with pytest.raises(AssertionError, match="uploaded"):
             DeviceSampler([EOS], V, device)(logits, [row(SamplingParams())] * 4)
 
@@ -191,8 +196,8 @@ class TestQueue:
         tokens = torch.tensor([5, -1, 7], dtype=torch.int32, device=device)
         drawn = Drawn.of(tokens)
         tokens.fill_(0)
-        assert [result.token_id for result in drawn.results()] == [5, -1, 7]
-        assert drawn.results()[1].problem is not None
+        assert [result.token_id for result in spelled(drawn)] == [5, -1, 7]
+        assert spelled(drawn)[1].problem is not None
 
     def test_unseeded_rows_differ(self, device: str) -> None:
         sampler, rows = DeviceSampler([EOS], V, device), [row(SamplingParams())] * 12
@@ -219,11 +224,3 @@ def test_nothing_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(mixed.results()) == len(greedy.results()) == len(scored.results()) == 64
-
-
-def test_plain_rows_want_the_first_maximum_and_nothing_else() -> None:
-    assert is_plain(row())
-    assert not is_plain(row(SamplingParams()))
-    assert not is_plain(row(SamplingParams(temperature=0, logprobs=0)))
-    assert not is_plain(row(allow_eos=False))
-    assert not is_plain(row(mask=Mask(np.ones(V, np.bool_))))

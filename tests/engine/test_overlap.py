@@ -83,7 +83,7 @@ def test_a_last_token_in_flight_is_waited_for() -> None:
     request = world.add(5, 1)
     planned(world)
     assert world.plan() is None
-    assert [event.sequence for event in world.land()] == request.sequences
+    assert [sequence for sequence, _ in world.land()] == request.sequences
     world.finish()
 
 
@@ -222,7 +222,7 @@ def test_a_preempted_sequence_takes_in_what_is_in_flight_before_it_starts_again(
     while len(world.flights) > 1:
         world.land()
     assert world.plan() is None, "it starts without the token that is in flight"
-    assert [event.sequence for event in world.land()] == [sequence]
+    assert [sequence for sequence, _ in world.land()] == [sequence]
     assert (len(sequence.output), sequence.status, sequence.past) == (out, Status.PREEMPTED, 0)
     again = planned(world)
     assert again.tokens.tolist() == [*request.prompt_token_ids, *sequence.output]

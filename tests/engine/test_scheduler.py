@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Collection
 
+import numpy as np
 import pytest
 
 from isthmus.engine import capacity
@@ -131,6 +132,7 @@ class World:
 
     def check_step(self, step: Step, *, oldest: bool = True) -> None:
         self.pool.check()
+        self.check_running()
         assert 1 <= len(step.tokens) <= self.config.max_num_batched_tokens
         assert len(step.rows) == len(set(step.rows.tolist())) <= self.config.max_num_seqs
         if oldest and (
@@ -142,6 +144,21 @@ class World:
                 span = max(group.window - 1, 1) + group.spec.page_size - 2
                 bound = 2 * (span // group.spec.page_size + 1) * len(self.scheduler.running)
                 assert self.used_pages(name) <= bound + self.spare * len(self.scheduler.running)
+
+    def check_running(self) -> None:
+        """What is kept by row and by age is what the sequences say."""
+        running = self.scheduler.running
+        at = running.at
+        assert [s.order for s in running] == sorted(s.order for s in running)
+        assert running.rows.tolist() == [s.row for s in running]
+        assert running.past.tolist() == [s.past for s in running]
+        assert set(np.flatnonzero(at.owner).tolist()) == {s.row for s in running}
+        for request in self.requests:
+            for s in request.sequences:
+                assert (s.row >= 0) == (s.status is Status.RUNNING)
+                assert 0 <= s.past <= s.length
+                assert s.status is Status.FINISHED or s.known <= s.length <= len(s.prompt) + s.limit
+                assert s.row < 0 or at.begun[s.row] == (s.queued is None)
 
     def used_pages(self, group: str) -> int:
         """Pages that sequences hold."""
@@ -157,7 +174,7 @@ class World:
 
     def assert_empty(self) -> None:
         assert {name: g.live_pages for name, g in self.pool.usage().groups.items() if g.live_pages} == {}
-        assert self.scheduler.running == []
+        assert not self.scheduler.running
         assert not self.scheduler.waiting
         self.pool.check()
 
@@ -284,7 +301,7 @@ def test_what_a_step_sampled_is_kept_when_its_sequence_was_preempted_meanwhile()
     world.step()
     world.plan()
     world.scheduler.preempt(request.sequences[0])
-    assert [event.sequence for event in world.land()] == request.sequences
+    assert [sequence for sequence, _ in world.land()] == request.sequences
     assert len(request.sequences[0].output) == 2
     assert request.sequences[0].past == 0
     world.finish()
@@ -308,8 +325,10 @@ def test_the_oldest_prefill_goes_on_while_everyone_else_decodes() -> None:
     for _ in range(3):
         world.add(2, 50)
     before = 0
-    while old.sequences[0].finish_reason is None:
+    while True:
         world.step()
+        if old.sequences[0].finish_reason is not None:
+            break
         now = old.sequences[0].past + len(old.sequences[0].output)
         assert now > before
         before = now

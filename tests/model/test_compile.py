@@ -130,3 +130,15 @@ def test_layers_compile_to_one_graph_a_class(family: str, monkeypatch: pytest.Mo
     torch._dynamo.reset()
     compiled_with("eager", monkeypatch)
     assert graphs_of(family, repeats + 1, torch.bfloat16) == graphs
+
+
+def test_another_executor_takes_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so does another process, from the compiler's cache: nothing of an executor is compiled in."""
+    compiled_with("eager", monkeypatch)
+    model, batch = built("gemma3", 1, torch.float32)
+    other = Causal(derive(model, 4, "float32"))
+    prepare(model, compiled=True)
+    logits(model, batch, 5)
+    counters.clear()
+    logits(model, other, 5)
+    assert counters["stats"]["unique_graphs"] == 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 from isthmus.engine.core import Engine
-from isthmus.engine.step import Executor, Launched, Sampled, Step
+from isthmus.engine.step import Executor, Launched, Result, Step
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class _Watched:
     def __init__(self, launched: Launched, end: torch.cuda.Event, watch: Stopwatch) -> None:
         self._launched, self._end, self._watch = launched, end, watch
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> Sequence[Result]:
         self._watch.time("wait", self._end.synchronize)
         return self._launched.wait()
 

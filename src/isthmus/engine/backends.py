@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from isthmus.engine import sizing
 from isthmus.engine.config import DeviceConfig, EngineConfig
+from isthmus.engine.laps import Laps
 from isthmus.engine.runner import Runner
 from isthmus.engine.sampler import Sampler
 from isthmus.engine.step import Executor
@@ -58,10 +59,16 @@ class CpuBackend:
     graph_bytes = 0
 
     def __init__(
-        self, model: PreTrainedModel, layout: ModelLayout, config: EngineConfig, eos_token_ids: Collection[int]
+        self,
+        model: PreTrainedModel,
+        layout: ModelLayout,
+        config: EngineConfig,
+        eos_token_ids: Collection[int],
+        laps: Laps,
     ) -> None:
         self._model, self._layout, self._config, self._eos = model, layout, config, eos_token_ids
         self.described = str(optimize(model))
+        laps.lap("weights repacked")
 
     def arena_bytes(self) -> int:
         """See `Backend`."""
@@ -75,11 +82,16 @@ class CpuBackend:
 
 
 def backend_on(
-    device: str, model: PreTrainedModel, layout: ModelLayout, config: EngineConfig, eos_token_ids: Collection[int]
+    device: str,
+    model: PreTrainedModel,
+    layout: ModelLayout,
+    config: EngineConfig,
+    eos_token_ids: Collection[int],
+    laps: Laps,
 ) -> Backend:
-    """The backend of a device ("cpu" or "cuda") that the model is on."""
+    """The backend of a device ("cpu" or "cuda") that the model is on; notes in `laps` what took how long."""
     if device == "cpu":
-        return CpuBackend(model, layout, config, eos_token_ids)
+        return CpuBackend(model, layout, config, eos_token_ids, laps)
     from isthmus.engine.gpu_backend import GpuBackend  # noqa: PLC0415 (needs Triton, which a CPU install may not have)
 
-    return GpuBackend(model, layout, config, eos_token_ids)
+    return GpuBackend(model, layout, config, eos_token_ids, laps)

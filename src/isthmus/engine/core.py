@@ -19,10 +19,10 @@ from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.detokenize import Detokenizer, TextDecoder
 from isthmus.engine.grammar import Follower, Grammars
 from isthmus.engine.output import CompletionOutput, PromptLogprobs, RequestOutput, TokenLogprob
-from isthmus.engine.scheduler import Event, Scheduler
+from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request
 from isthmus.engine.sequence import Sequence as Seq
-from isthmus.engine.step import Executor, Launched, Sampled, Step
+from isthmus.engine.step import Executor, Launched, Result, Sampled, Step
 from isthmus.errors import IsthmusError
 from isthmus.memory import Pool
 from isthmus.params import RequestError, SamplingParams
@@ -85,7 +85,6 @@ class Engine:
         self._followers: dict[Seq, Follower] = {}  # of sequences with a grammar that have not ended
         self._scores: dict[str, PromptLogprobs] = {}  # of requests that want them and have no output yet
         self._writers: dict[Seq, _Writer] = {}  # of sequences that have not ended
-        self._prompts: dict[str, str | None] = {}  # text of requests that have not ended
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +110,7 @@ class Engine:
         self._require_ids("logit_bias", params.logit_bias)
         self._require_ids("stop_token_ids", params.stop_token_ids)
         followers = [] if params.grammar is None else [self._grammars.follow(params.grammar) for _ in range(params.n)]
-        request = Request(request_id, list(prompt_token_ids), params, cache_salt)
+        request = Request(request_id, list(prompt_token_ids), params, cache_salt, prompt)
         self.scheduler.add(request)
         try:
             writers = {sequence: _Writer(self.decoder, sequence) for sequence in request.sequences}
@@ -119,7 +118,6 @@ class Engine:
             self.scheduler.abort(request_id)
             raise
         self._writers |= writers
-        self._prompts[request_id] = prompt
         if params.prompt_logprobs is not None:
             self._scores[request_id] = [None] * len(prompt_token_ids)
         for sequence in request.sequences:
@@ -165,7 +163,6 @@ class Engine:
         for sequence in request.sequences:
             self._writers.pop(sequence, None)
             self._followers.pop(sequence, None)
-        del self._prompts[request_id]
         self._scores.pop(request_id, None)
         return True
 
@@ -181,52 +178,69 @@ class Engine:
         self._score(flight, results[len(step.samples) :])
         return self._settle(step, results[: len(step.samples)])
 
-    def _settle(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
-        outputs: dict[Request, RequestOutput] = {}
-        for event in self.scheduler.settle(step, sampled):
-            request = event.sequence.request
-            output = self._write(event)
-            result = outputs.get(request)
+    def _settle(self, step: Step, sampled: Sequence[Result]) -> list[RequestOutput]:
+        results: list[RequestOutput] = []
+        of_many: dict[Request, RequestOutput] = {}  # of requests with more than one sequence
+        ended: list[tuple[Request, RequestOutput]] = []
+        for sequence, sample in self.scheduler.settle(step, sampled):
+            request = sequence.request
+            output = self._write(sequence, sample)
+            result = of_many.get(request) if of_many else None
             if result is None:
-                name = request.request_id
-                result = RequestOutput(name, self._prompts[name], request.prompt_token_ids, [output])
+                result = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [output])
                 result.num_cached_tokens = request.receipt.cached_tokens
                 if self._scores:
-                    result.prompt_logprobs = self._scores.pop(name, None)
-                outputs[request] = result
+                    result.prompt_logprobs = self._scores.pop(request.request_id, None)
+                results.append(result)
+                if len(request.sequences) > 1:
+                    of_many[request] = result
             else:
                 result.outputs.append(output)
-        for request, result in outputs.items():
+            if output.finish_reason is not None:
+                ended.append((request, result))
+        for request, result in ended:
             if request.request_id not in self.scheduler.requests:
                 result.finished, result.receipt = True, request.receipt
-                del self._prompts[request.request_id]
-        return list(outputs.values())
+        return results
 
-    def _score(self, flight: _Flight, results: Sequence[Sampled]) -> None:
+    def _score(self, flight: _Flight, results: Sequence[Result]) -> None:
         """Keep the log probabilities of prompt tokens until the request has output."""
         start = 0
         for span, entries in zip(flight.step.scores, flight.scores, strict=True):
             for i in range(len(span.targets)):
-                entries[span.position + i] = _token_logprobs(self.decoder, results[start + i])
+                scored = results[start + i]
+                assert isinstance(scored, Sampled), "the executor left out the prompt logprobs that were asked for"
+                entries[span.position + i] = _token_logprobs(self.decoder, scored)
             start += len(span.targets)
 
-    def _write(self, event: Event) -> CompletionOutput:
+    def _write(self, sequence: Seq, sample: Result) -> CompletionOutput:
         """Spell a token, and end the sequence if that completes a stop string or its grammar."""
-        sequence = event.sequence
-        if event.sampled.problem is not None:
-            return self._give_up(sequence, event.sampled.problem)
+        if isinstance(sample, int):
+            token = sample
+        elif sample.problem is not None:
+            return self._give_up(sequence, sample.problem)
+        else:
+            token = sample.token_id
         # The token that ends a sequence is no part of its text, unless asked for.
         hidden = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
         if self._followers:
-            self._follow(sequence, event.sampled.token_id)
-        output, stop = self._writers[sequence].write(event.sampled, hidden=hidden)
-        if stop is not None:
-            if sequence.finish_reason is None:
-                self.scheduler.finish([sequence], "stop", stop)
-            else:
+            self._follow(sequence, token)
+        writer = self._writers[sequence]
+        tokens = [token]
+        text, stop = writer.text.push([] if hidden else tokens)
+        if stop is not None and sequence.finish_reason is None:
+            self.scheduler.finish([sequence], "stop", stop)
+        elif sequence.finish_reason is not None:
+            if stop is None:
+                rest, stop = writer.text.finish()
+                text += rest
+            if stop is not None:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
-        output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
+        output = CompletionOutput(sequence.index, text, tokens)
+        if sequence.request.params.logprobs is not None:
+            writer.score(output, sample)
         if sequence.finish_reason is not None:
+            output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
             del self._writers[sequence]
             self._followers.pop(sequence, None)
         return output
@@ -234,7 +248,7 @@ class Engine:
     def _give_up(self, sequence: Seq, problem: str) -> CompletionOutput:
         """The end of a sequence that got no token: what text was held back, and why."""
         _log.error("request %s ends without its next token: %s", sequence.request.request_id, problem)
-        text = self._writers.pop(sequence).rest()
+        text = self._writers.pop(sequence).text.finish()[0]
         self._followers.pop(sequence, None)
         return CompletionOutput(sequence.index, text, finish_reason=sequence.finish_reason, stop_reason=problem)
 
@@ -265,12 +279,13 @@ class Engine:
 class _Writer:
     """One sequence's text and logprobs as its tokens come."""
 
+    __slots__ = ("_decoder", "_total", "text")
+
     def __init__(self, decoder: TextDecoder, sequence: Seq) -> None:
         params = sequence.request.params
         self._decoder = decoder
-        self._sequence = sequence
         self._total = 0.0  # log probability of all tokens so far
-        self._text = Detokenizer(
+        self.text = Detokenizer(
             decoder,
             sequence.prompt,
             stop=params.stop,
@@ -279,27 +294,13 @@ class _Writer:
             min_tokens=params.min_tokens,
         )
 
-    def write(self, sampled: Sampled, *, hidden: bool) -> tuple[CompletionOutput, str | None]:
-        """What the sequence's newest token adds, and the stop string it completes, if one.
-
-        A hidden token adds no text.
-        """
-        sequence, params = self._sequence, self._sequence.request.params
-        text, stop = self._text.push([] if hidden else [sampled.token_id])
-        if sequence.finish_reason is not None and stop is None:
-            rest, stop = self._text.finish()
-            text += rest
-        output = CompletionOutput(sequence.index, text, [sampled.token_id])
-        if params.logprobs is not None:
-            assert sampled.logprob is not None, "the executor left out the logprobs that were asked for"
-            self._total += sampled.logprob
-            output.cumulative_logprob = self._total
-            output.logprobs = [_token_logprobs(self._decoder, sampled)]
-        return output, stop
-
-    def rest(self) -> str:
-        """The text that was held back, when no token will follow."""
-        return self._text.finish()[0]
+    def score(self, output: CompletionOutput, sample: Result) -> None:
+        """Add the log probabilities of the newest token to the output that tells of it."""
+        assert isinstance(sample, Sampled), "the executor left out the logprobs that were asked for"
+        assert sample.logprob is not None
+        self._total += sample.logprob
+        output.cumulative_logprob = self._total
+        output.logprobs = [_token_logprobs(self._decoder, sample)]
 
 
 def _token_logprobs(decoder: TextDecoder, sampled: Sampled) -> dict[int, TokenLogprob]:

@@ -35,7 +35,7 @@ class TextDecoder:
         self._contextual = self.byte_tokens | self.special  # tokens whose text alone is not what they add
         self._adds_up = self._is_fast and _adds_up(self._raw.decoder)
         self._alone: dict[int, str] = {}  # text of single tokens, as they are met: at most the vocabulary
-        self._pieces: dict[int, str] = {}  # what `piece` says of them
+        self.pieces: dict[int, str] = {}  # what `piece` said of them, to be read alone
 
     def exists(self, token_id: int) -> bool:
         """False for the padding of a model's head: ids beyond the tokenizer's, which decode to nothing."""
@@ -64,13 +64,13 @@ class TextDecoder:
         Exact where the decoder joins what it makes of each token (`_adds_up`): then a text that ends with a whole
         character and the text of a token, itself whole, are decoded as if each were alone.
         """
-        piece = self._pieces.get(token_id)
+        piece = self.pieces.get(token_id)
         if piece is None:
             piece = ""
             if self._adds_up and token_id not in self._contextual and self.exists(token_id):
                 text = self.alone(token_id)
                 piece = "" if text.endswith(REPLACEMENT) else text
-            self._pieces[token_id] = piece
+            self.pieces[token_id] = piece
         return piece
 
 
@@ -100,6 +100,7 @@ class TextStream:
 
     def __init__(self, decoder: TextDecoder, prompt: Sequence[int], *, skip_special: bool) -> None:
         self._decoder = decoder
+        self._pieces = decoder.pieces
         self._hidden = decoder.special if skip_special else frozenset()
         self._window = self._clean_context(prompt)  # tokens decoded together: a clean border, then those not yielded
         self._read = decoder.decode(self._window)  # text of the window that was yielded already (or is the prompt's)
@@ -109,9 +110,12 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now. What an unfinished character or byte run holds back comes later."""
         if len(token_ids) == 1 and self._fresh == len(self._window):
-            piece = self._decoder.piece(token_ids[0])
+            token = token_ids[0]
+            piece = self._pieces.get(token)
+            if piece is None:
+                piece = self._decoder.piece(token)
             if piece:  # nothing is held, so the window ends with a whole character
-                self._window, self._read, self._fresh = list(token_ids), piece, 1
+                self._window, self._read, self._fresh = [token], piece, 1
                 return piece
         self._window += [t for t in token_ids if t not in self._hidden and self._decoder.exists(t)]
         held = len(self._window) - self._fresh
@@ -204,10 +208,13 @@ class Detokenizer:
     ) -> None:
         self._stream = TextStream(decoder, prompt, skip_special=skip_special)
         self._stops = StopStrings(stop, include=include_stop)
+        self._hears = bool(stop)
         self._deaf = min_tokens  # tokens whose text is not searched for stop strings
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """`(text to append, the stop string that ends the sequence or None)`."""
+        if not self._hears:
+            return self._stream.push(token_ids), None
         heard = token_ids
         quiet = ""
         if self._deaf:

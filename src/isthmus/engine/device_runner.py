@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, Tables, most_items
-from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, is_plain, score_later
+from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, score_later
 from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
 from isthmus.engine.padding import padding_items, padding_tiles
-from isthmus.engine.step import Sampled, SampleRow, ScoreSpan, Step
+from isthmus.engine.step import Result, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS
@@ -61,7 +61,7 @@ class Results:
     def __init__(self, parts: Sequence[Drawn | Scored]) -> None:
         self._parts = parts
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> list[Result]:
         """One entry per sample of the step, then one per target of its scores; waits for the device."""
         return [result for part in self._parts for result in part.results()]
 
@@ -152,7 +152,7 @@ class DeviceRunner:
                 return self._replay(self._decodes, step, plan)
             return self._run(step, plan)
 
-    def run(self, step: Step) -> list[Sampled]:
+    def run(self, step: Step) -> list[Result]:
         """`launch` and wait."""
         return self.launch(step).wait()
 
@@ -168,7 +168,7 @@ class DeviceRunner:
         size, n = graphs.size(len(step.rows)), len(step.rows)
         views = self._upload(plan, size, self._places[True, size])
         outputs = graphs.replay(size)
-        return Results([self._sample(step.samples, outputs.logits[:n], outputs.tokens[:n], views["rows"])])
+        return Results([self._sample(step, outputs.logits[:n], outputs.tokens[:n], views["rows"])])
 
     def _decode(self, inputs: Inputs) -> Outputs:
         logits = self._head(self._forward(inputs))
@@ -196,7 +196,7 @@ class DeviceRunner:
         tokens = greedy(logits, self.layout.vocab_size)
         rows = views["rows"].index_select(0, views["sequence_of"].index_select(0, views["wanted"]))
         scatter(self._last, rows, tokens, len(tokens))
-        return Results([self._sample(step.samples, logits, tokens, rows), *scores])
+        return Results([self._sample(step, logits, tokens, rows), *scores])
 
     # -- shared by both ---------------------------------------------------------------------------------------
 
@@ -235,7 +235,9 @@ class DeviceRunner:
             groups[name] = GroupStep(slots[name], self._page_tables[name], items, tiles)
         return Inputs(views["tokens"], views["feed"], views["positions"], groups)
 
-    def _upload(self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section) -> dict[str, Tensor]:
+    def _upload(
+        self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section
+    ) -> Mapping[str, Tensor]:
         """Upload a step padded to `size` tokens, and bring arena and tables to where the planner is."""
         views = self._packer.upload({**self._sections(plan, size, places), **more}, places)
         self._prepare(plan, views, {name: slots[:size] for name, slots in self._slots.items()})
@@ -265,7 +267,8 @@ class DeviceRunner:
             if places is None or f"{name}.tiles" in places.places:
                 sections[f"{name}.tiles"] = tiles
         for i, op in enumerate(plan.pages):
-            sections[f"source{i}"] = op.source
+            if op.destination is not None or self._poison:
+                sections[f"source{i}"] = op.source
             if op.destination is not None:
                 sections[f"destination{i}"] = op.destination
         return sections
@@ -310,12 +313,12 @@ class DeviceRunner:
         ).last_hidden_state
         return hidden[0]
 
-    def _sample(self, samples: Sequence[SampleRow], logits: Tensor, tokens: Tensor, rows: Tensor) -> Drawn:
+    def _sample(self, step: Step, logits: Tensor, tokens: Tensor, rows: Tensor) -> Drawn:
         """The samples' tokens, `tokens` being the greedy ones, which `_last` has for `rows` already."""
-        if all(is_plain(sample) for sample in samples):
+        if step.plain:
             return Drawn.of(tokens)
-        drawn = self._sampler(logits, samples)
-        scatter(self._last, rows, drawn.tokens, len(samples))
+        drawn = self._sampler(logits, step.samples)
+        scatter(self._last, rows, drawn.tokens, len(drawn.tokens))
         return drawn
 
     def _scores(self, spans: Sequence[ScoreSpan], hidden: Tensor) -> list[Scored]:

@@ -23,22 +23,17 @@ from torch import Tensor
 from isthmus.engine.draw import NO_TOKEN
 from isthmus.engine.edits import Edits
 from isthmus.engine.packing import Packer
-from isthmus.engine.sampler import _NOT_FINITE, _is_edited, _is_greedy, uniform
-from isthmus.engine.step import Logprob, Sampled, SampleRow
+from isthmus.engine.sampler import NOT_FINITE, is_edited, is_greedy, uniform
+from isthmus.engine.step import Logprob, Result, Sampled, SampleRow
 from isthmus.kernels.logits import copy_rows, edit, score
 from isthmus.kernels.sampling import GREEDY, choose, greedy
 from isthmus.params import SamplingParams
 
-__all__ = ["DeviceSampler", "Drawn", "Scored", "greedy", "is_plain", "score_later"]
+__all__ = ["DeviceSampler", "Drawn", "Scored", "greedy", "score_later"]
 
 _EDITED_BYTES = 64 << 20  # of edited rows at a time
 _PACKED_BYTES = 4 << 20  # of what is uploaded, but for very many edits
 _HOTTEST = 1e30  # above it all tokens weigh the same, and the inverse stays a float32
-
-
-def is_plain(sample: SampleRow) -> bool:
-    """Nothing is wanted but the first maximum of the logits as they are."""
-    return sample.params.logprobs is None and _is_greedy(sample.params) and not _is_edited(sample)
 
 
 class _Copy:
@@ -95,15 +90,14 @@ class Drawn:
         """Of tokens chosen already, int32 [R]: their buffer may be reused in stream order."""
         return cls(tokens, _Copy(tokens))
 
-    def results(self) -> list[Sampled]:
+    def results(self) -> list[Result]:
         """One per row, in order, as `isthmus.engine.sampler.Sampler` has them; waits for the device."""
-        results = [
-            Sampled(NO_TOKEN, problem=_NOT_FINITE) if token == NO_TOKEN else Sampled(token)
-            for token in self._copy.wait().tolist()
-        ]
+        results: list[Result] = self._copy.wait().tolist()
         for row, scored in zip(self._rows, self._scored.results() if self._scored else (), strict=True):
-            if results[row].token_id != NO_TOKEN:
+            if results[row] != NO_TOKEN:
                 results[row] = scored
+        if NO_TOKEN in results:
+            results = [Sampled(NO_TOKEN, problem=NOT_FINITE) if token == NO_TOKEN else token for token in results]
         return results
 
 
@@ -174,8 +168,8 @@ class DeviceSampler:
         IndexError for a token of a bias, prompt or output that the vocabulary does not have.
         """
         assert logits.shape[0] == len(samples), f"{logits.shape[0]} rows of logits for {len(samples)} samples"
-        edited = [i for i, sample in enumerate(samples) if _is_edited(sample)]
-        if edited or not all(_is_greedy(sample.params) for sample in samples):
+        edited = [i for i, sample in enumerate(samples) if is_edited(sample)]
+        if edited or not all(is_greedy(sample.params) for sample in samples):
             tokens = self._choose(logits, samples, edited)
         else:
             tokens = greedy(logits, self._vocab_size)
@@ -236,7 +230,7 @@ class DeviceSampler:
     def _setting(self, sample: SampleRow) -> tuple[float, float, float, float, float]:
         """top-k, temperature, min-p, top-p and the uniform number."""
         params = sample.params
-        if _is_greedy(params):
+        if is_greedy(params):
             return GREEDY, 1.0, 0.0, 1.0, 0.0
         number = self._random.random() if sample.seed is None else uniform(sample.seed, sample.position)
         top_k = params.top_k if params.top_k < self._vocab_size else 0

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request
-from isthmus.engine.step import Sampled
 from isthmus.errors import ConfigError
 from isthmus.memory import Group, Pool
 from isthmus.memory.group import null_bytes
@@ -25,7 +24,7 @@ def dry_steps(pool: Pool, config: SchedulerConfig, lengths: Sequence[tuple[int, 
     for i, (prompt, output) in enumerate(lengths):
         scheduler.add(Request(str(i), [1] * prompt, SamplingParams(max_tokens=output, ignore_eos=True)))
     while (step := scheduler.schedule()) is not None:
-        scheduler.settle(step, [Sampled(0)] * len(step.samples))
+        scheduler.settle(step, [0] * len(step.samples))
     return scheduler.counters.steps
 
 

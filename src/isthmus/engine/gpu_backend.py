@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,12 @@ from isthmus.engine import sizing
 from isthmus.engine.config import EngineConfig
 from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.graphs import lane_counts, token_counts
+from isthmus.engine.laps import Laps
 from isthmus.engine.step import BlockWrites, Executor, SampleRow, Step
 from isthmus.memory import Delta, Pool
 from isthmus.memory.group import null_bytes
 from isthmus.model.compile import prepare
+from isthmus.model.convert import cache_root
 from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
@@ -37,14 +40,21 @@ class GpuBackend:
     """Triton kernels, compiled layers and CUDA graphs."""
 
     def __init__(
-        self, model: PreTrainedModel, layout: ModelLayout, config: EngineConfig, eos_token_ids: Collection[int]
+        self,
+        model: PreTrainedModel,
+        layout: ModelLayout,
+        config: EngineConfig,
+        eos_token_ids: Collection[int],
+        laps: Laps,
     ) -> None:
         self._model, self._layout, self._config, self._eos = model, layout, config, eos_token_ids
         self._device = next(model.parameters()).device
         self._graphs = not config.device.enforce_eager
         self._arena: Tensor | None = None
+        # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
         self.described = str(prepare(model, compiled=self._graphs))
-        self.footprint = self._measure()
+        self.footprint = self._measure(laps)
         self.graph_bytes = self.footprint.graphs
 
     def arena_bytes(self) -> int:
@@ -86,7 +96,7 @@ class GpuBackend:
             graphs=graphs,
         )
 
-    def _measure(self) -> Footprint:
+    def _measure(self, laps: Laps) -> Footprint:
         """Run the largest steps there can be over an arena of null pages, which also compiles every kernel."""
         scheduler, longest = self._config.scheduler, self._config.model.max_model_len or self._layout.max_model_len
         arena = torch.zeros(2 * null_bytes(self._layout.groups), dtype=torch.uint8, device=self._device)
@@ -94,6 +104,7 @@ class GpuBackend:
         runner = self._runner(arena, 1, longest, {})
         runner.warm_pages()
         activations = self._peak(runner, steps)
+        laps.lap("layers and kernels compiled")
         if not self._graphs:
             return Footprint(activations, 0)
         del runner
@@ -108,7 +119,9 @@ class GpuBackend:
         # The other graphs run in the memory of the largest; what they hand out is theirs, and so are their launches.
         others = itemsize * (self._layout.vocab_size * sum(sizes[True][:-1]) + width * sum(sizes[False][:-1]))
         launches = _GRAPH_BYTES * sum(len(some) - 1 for some in sizes.values())
-        return Footprint(self._peak(runner, steps), max(0, largest) + others + launches)
+        activations = self._peak(runner, steps)
+        laps.lap("graphs measured")
+        return Footprint(activations, max(0, largest) + others + launches)
 
     def _peak(self, runner: DeviceRunner, steps: Sequence[Step]) -> int:
         """Bytes that the steps take while they run."""

@@ -6,9 +6,11 @@ replay, padding included, so what an earlier, larger step left behind cannot be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ class Graphs(Generic[T]):
             the next replay of any graph of the same memory.
         inputs: makes the inputs of a size; the tensors stay where they are.
         sizes: ascending.
-        memory: what graphs that never run at the same time share.
+        memory: what graphs that never run at the same time share, from `torch.cuda.graph_pool_handle`.
     """
 
     def __init__(
@@ -60,21 +62,22 @@ class Graphs(Generic[T]):
         forward: Callable[[Inputs], T],
         inputs: Callable[[int], Inputs],
         sizes: Sequence[int],
-        memory: tuple[int, int],
+        memory: Any,
     ) -> None:
         self.sizes = tuple(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-            given = inputs(size)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                forward(given)  # compiles and allocates what a capture may not
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, stream=stream):
-                outputs = forward(given)
-            self._graphs[size] = graph, outputs
+        with _quick_collections():
+            for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+                given = inputs(size)
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    forward(given)  # compiles and allocates what a capture may not
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=memory, stream=stream):
+                    outputs = forward(given)
+                self._graphs[size] = graph, outputs
 
     def size(self, tokens: int) -> int:
         """Of the graph that a step of so many tokens replays."""
@@ -85,3 +88,14 @@ class Graphs(Generic[T]):
         graph, outputs = self._graphs[size]
         graph.replay()
         return outputs
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Torch collects garbage before every capture; what lives already need not be looked at every time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

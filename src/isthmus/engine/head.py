@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,8 +26,8 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[R, width]` -> logits `[R, vocab]` in the model's dtype."""
         self._body.hidden = hidden[None]
-        try:
-            logits: Tensor = self._model(use_cache=False).logits
+        try:  # some families ask their input for its length
+            logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
         finally:
             self._body.hidden = None
         return logits[0]
@@ -40,4 +41,13 @@ class _Given(nn.Module):
         self.hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+        return _Output(last_hidden_state=self.hidden)
+
+
+@dataclass
+class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
+    """Hidden states, and None for what else a family's own output has: router logits, shared rows."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)

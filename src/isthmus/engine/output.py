@@ -21,7 +21,7 @@ class TokenLogprob:
 PromptLogprobs: TypeAlias = list[dict[int, TokenLogprob] | None]
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One of a request's `n` continuations, or what a step added to it."""
 
@@ -43,7 +43,7 @@ class CompletionOutput:
         self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """A request's continuations, or what a step added to some of them."""
 

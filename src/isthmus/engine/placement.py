@@ -2,6 +2,7 @@
 
 row r:  columns [0, blocks.columns[r]) have ids where some group has a page
         columns [0, passed[g][r]) of window group g are not this row's to read or give back any more
+        columns [0, found[r]) the prefix cache had first; others may use them too
         columns [0, known[r]) are the prefix cache's, if there is one, and locked for this row; the rest are its own
 """
 
@@ -20,6 +21,7 @@ from isthmus.memory import Plan, Pool
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 
 
 class Placement:
@@ -39,6 +41,7 @@ class Placement:
         windows.sort(key=lambda name: name == self._cover)
         self._passed = {name: np.zeros(num_rows, np.int64) for name in windows}
         self._known = np.zeros(num_rows, np.int64)
+        self._found = np.zeros(num_rows, np.int64)
         self._states = np.zeros(num_rows, np.int32)  # id of each row's state page, 0 before the first step
         self._taken = {name: np.zeros(num_rows, np.int64) for name in pool.groups}  # fresh pages since the row started
         self._restore: dict[int, int] = {}  # row -> locked snapshot that its state page is to be copied from
@@ -53,37 +56,65 @@ class Placement:
 
         The one price list: admission, chunking and allocation all ask it.
         """
-        busy = new > 0
-        rows, past, new = rows[busy], past[busy], new[busy]
-        return {name: int(pages.sum()) for name, pages in self._fresh(rows, past, new).items()}
+        rows, past, new = self._gaining(rows, past, new)
+        return {name: int((high - low).sum()) for name, (low, high) in self._columns(rows, past, new).items()}
+
+    def outlook(self, rows: Int64, past: Int64, later: Int64, alive: Float64) -> dict[str, Int64]:
+        """Pages per group that these rows are expected to gain (or give back: below 0) until each of several moments.
+
+        A row that ended gives back what it was the first to compute: a page that several use counts once at most.
+        Rounded up.
+
+        Args:
+            later: [moments, rows] tokens cached by then, a decode on top of which must fit.
+            alive: [moments, rows] chance that the row's sequence has not ended.
+        """
+        one, gains = np.ones_like(later), {}
+        for name, kind in self._kinds.items():
+            if kind.space == "tokens":
+                length, found = past, self._found[rows]
+            else:
+                length, found = np.where(self._states[rows] > 0, past, 0), np.zeros_like(past)
+            columns, dead = kind.columns(length), kind.dead(length)
+            held = columns - np.minimum(dead, columns)
+            own = columns - np.minimum(np.maximum(dead, found), columns)
+            expected = alive * (kind.held(later, one) - held + own) - own
+            gains[name] = np.ceil(expected.sum(axis=1)).astype(np.int64)
+        return gains
 
     def commit(self, plan: Plan, rows: Int64, past: Int64, new: Int64) -> None:
         """Carry out the plan for `demand(rows, past, new)`: its ids become the rows' next columns and states."""
+        rows, past, new = self._gaining(rows, past, new)
         binds: dict[str, Int32] = {}
-        if self._tokens:
-            kind = self._kinds[self._cover]
-            which, columns = ragged(kind.columns(past), kind.columns(past + new))
-            need = {name: columns >= self._kinds[name].extend(past, new)[0][which] for name in self._tokens}
-            ids = np.zeros(len(columns), np.int32)
-            ids[need[self._cover]] = plan.ids["tokens"]
-            self.blocks.append(rows[which], columns, ids)
-            binds = {name: ids[mask] for name, mask in need.items()}
-        for name, pages in self._fresh(rows, past, new).items():
-            self._taken[name][rows] += pages
-        if "states" in plan.ids:
-            self._states[rows[self._states[rows] == 0]] = plan.ids["states"]
+        if len(rows):
+            fresh = self._columns(rows, past, new)
+            for name, (low, high) in fresh.items():
+                self._taken[name][rows] += high - low
+            if self._tokens:
+                kind = self._kinds[self._cover]
+                which, columns = ragged(kind.columns(past), kind.columns(past + new))
+                need = {name: columns >= fresh[name][0][which] for name in self._tokens}
+                ids = np.zeros(len(columns), np.int32)
+                ids[need[self._cover]] = plan.ids["tokens"]
+                self.blocks.append(rows[which], columns, ids)
+                binds = {name: ids[mask] for name, mask in need.items()}
+            if "states" in plan.ids:
+                self._states[rows[self._states[rows] == 0]] = plan.ids["states"]
         self._pool.commit(plan, binds)
-        self._restore_states(rows)
+        if self._restore:
+            self._restore_states(rows)
 
     def unbind_passed(self, rows: Int64, past: Int64) -> None:
         """Give back the pages that no query at `past` or later can see, of all these rows at once."""
         for name, passed in self._passed.items():
             # A restored row starts at its hit, which may lie above what a row that came here itself would keep.
-            dead = np.maximum(passed[rows], np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows]))
-            if not (dead > passed[rows]).any():
+            before, dead = passed[rows], np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows])
+            some = np.flatnonzero(dead > before)
+            if not len(some):
                 continue
-            which, columns = ragged(passed[rows], dead)
-            passed[rows] = dead
+            which, columns = ragged(before[some], dead[some])
+            which = some[which]
+            passed[rows[some]] = dead[some]
             ids = self.blocks.ids(rows[which], columns)
             ids = self._unlock(name, ids[ids > 0])
             if name == self._cover:
@@ -104,7 +135,7 @@ class Placement:
             passed[row] = 0
         for taken in self._taken.values():
             taken[row] = 0
-        self._known[row] = 0
+        self._known[row] = self._found[row] = 0
         if match is not None and match.columns:
             assert self.cache is not None
             ids = self.cache.acquire(match)
@@ -113,7 +144,7 @@ class Placement:
                 self.blocks.append(np.full(match.columns, row), columns, ids)
             for name, passed in self._passed.items():
                 passed[row] = match.starts[name]
-            self._known[row] = match.columns
+            self._known[row] = self._found[row] = match.columns
             if match.snapshot:
                 self._restore[row] = match.snapshot
         return row
@@ -129,16 +160,16 @@ class Placement:
     def share(self, rows: Int64, past: Int64, names: Sequence[Names]) -> None:
         """Hand the prefix cache the full pages that these rows have computed; they use them from there on."""
         assert self.cache is not None
-        full = past // self.cache.roles.page_size
-        known = self._known[rows].copy()
+        full, known = past // self.cache.roles.page_size, self._known[rows]
         which, columns = ragged(known, full)
         if not len(which):
             return
         own = self.blocks.ids(rows[which], columns) if self._tokens else np.zeros(len(which), np.int32)
-        runs = [(n, int(a), int(b)) for n, a, b in zip(names, known, full, strict=True)]
-        ids = self.cache.insert(runs, own)
-        changed = ids != own
-        self.blocks.replace(rows[which[changed]], columns[changed], ids[changed])
+        ids = self.cache.insert(list(zip(names, known.tolist(), full.tolist(), strict=True)), own)
+        changed = np.flatnonzero(ids != own)
+        if len(changed):
+            self.blocks.replace(rows[which[changed]], columns[changed], ids[changed])
+        np.maximum.at(self._found, rows[which[changed]], columns[changed] + 1)
         self._known[rows] = full
 
     def keep(self, row: int, past: int, names: Names) -> None:
@@ -179,12 +210,22 @@ class Placement:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _fresh(self, rows: Int64, past: Int64, new: Int64) -> dict[str, Int64]:
-        """Pages per group that each of these rows must gain."""
+    def _gaining(self, rows: Int64, past: Int64, new: Int64) -> tuple[Int64, Int64, Int64]:
+        """Of these rows and numbers, those of rows that gain a page of any kind: few of those that decode do."""
+        gains = np.zeros(len(rows), np.bool_)
+        if self._tokens:
+            kind = self._kinds[self._cover]
+            gains = past + new > kind.columns(past) * kind.page_size
+        if "states" in self._pool.covering:
+            gains |= (new > 0) & (self._states[rows] == 0)
+        which = np.flatnonzero(gains)
+        return rows[which], past[which], new[which]
+
+    def _columns(self, rows: Int64, past: Int64, new: Int64) -> dict[str, tuple[Int64, Int64]]:
+        """Columns [low, high) per group that must gain a page in each of these rows."""
         # What a hit restores is tokens; the state page it is copied to must still be had.
         begun = np.where(self._states[rows] > 0, past, 0)
-        bounds = {name: k.extend(past if k.space == "tokens" else begun, new) for name, k in self._kinds.items()}
-        return {name: high - low for name, (low, high) in bounds.items()}
+        return {name: k.extend(past if k.space == "tokens" else begun, new) for name, k in self._kinds.items()}
 
     def _unlock(self, name: str, ids: Int32) -> Int32:
         """The rows need these no more in this group; those that are not the cache's."""

@@ -60,9 +60,11 @@ class Rows:
         wait for a token that is pending."""
         past, end = self.past[rows], self.length[rows]
         waits = (end > self.most_cached[rows]) | (self.looks_back[rows] & pending)
-        first, last = self._cuts[:, rows]
+        last = self._cuts[1, rows]
         cut = last > past
-        if cut.any():
+        if np.count_nonzero(cut):
+            first = self._cuts[0, rows]
             end = np.where(cut, np.where(first > past, first, last), end)
-        todo: Int64 = np.where(waits, 0, end - past)
+        todo: Int64 = end - past
+        todo[waits] = 0
         return todo

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.draw import NO_TOKEN, draw, first_maximum
+from isthmus.engine.samples import GREEDY
 from isthmus.engine.step import Logprob, Sampled, SampleRow
 from isthmus.params import SamplingParams
 
-_GREEDY = 1e-5  # temperatures below mean greedy: dividing by them overflows
 _EDITED = 1 << 18  # float32 logits that are edited at a time, about what stays near a CPU core
-_NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity): use --dtype bfloat16 or float32"
+NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity): use --dtype bfloat16 or float32"
 
 
 def uniform(seed: int, position: int) -> float:
@@ -53,8 +53,8 @@ class Sampler:
             return []
         logits = logits[:, : self._vocab_size]
         tokens = torch.empty(len(samples), dtype=torch.int64, device=logits.device)
-        edited = [i for i, row in enumerate(samples) if _is_edited(row)]
-        plain = [i for i, row in enumerate(samples) if not _is_edited(row)]
+        edited = [i for i, row in enumerate(samples) if is_edited(row)]
+        plain = [i for i, row in enumerate(samples) if not is_edited(row)]
         if plain:
             tokens[plain] = self._choose(_rows(logits, plain), [samples[i] for i in plain])
         at_once = max(1, _EDITED // logits.shape[1])
@@ -74,10 +74,10 @@ class Sampler:
     def _choose(self, logits: Tensor, samples: Sequence[SampleRow]) -> Tensor:
         """The maximum, or a draw: `[S, V]` -> int64 `[S]`, NO_TOKEN for rows without a finite maximum."""
         tokens = torch.empty(len(samples), dtype=torch.int64, device=logits.device)
-        greedy = [i for i, sample in enumerate(samples) if _is_greedy(sample.params)]
+        greedy = [i for i, sample in enumerate(samples) if is_greedy(sample.params)]
         if greedy:
             tokens[greedy] = first_maximum(_rows(logits, greedy))
-        drawn = [i for i, sample in enumerate(samples) if not _is_greedy(sample.params)]
+        drawn = [i for i, sample in enumerate(samples) if not is_greedy(sample.params)]
         if drawn:
             rows = [samples[i] for i in drawn]
             numbers = [self._random.random() if r.seed is None else uniform(r.seed, r.position) for r in rows]
@@ -105,11 +105,13 @@ class Sampler:
             logits[torch.from_numpy(~sample.mask.allowed()).to(logits.device)] = -math.inf
 
 
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < _GREEDY
+def is_greedy(params: SamplingParams) -> bool:
+    """The maximum is taken, not a draw."""
+    return params.temperature < GREEDY
 
 
-def _is_edited(sample: SampleRow) -> bool:
+def is_edited(sample: SampleRow) -> bool:
+    """Logits change before the choice."""
     params = sample.params
     return bool(
         not sample.allow_eos
@@ -127,7 +129,7 @@ def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _with_problems(results: Sequence[Sampled]) -> list[Sampled]:
-    return [Sampled(NO_TOKEN, problem=_NOT_FINITE) if r.token_id == NO_TOKEN else r for r in results]
+    return [Sampled(NO_TOKEN, problem=NOT_FINITE) if r.token_id == NO_TOKEN else r for r in results]
 
 
 def _with_logprobs(logits: Tensor, samples: Sequence[SampleRow], results: list[Sampled]) -> list[Sampled]:

@@ -54,7 +54,7 @@ class Samples(Items[SampleRow]):
         rows, index, position: what `SampleRow` has under these names, taken when the step was planned.
     """
 
-    def __init__(self, sequences: Items[Sequence], rows: Int64, index: Int64, position: Int64) -> None:
+    def __init__(self, sequences: Items[Sequence], rows: Int64, index: NDArray[np.int32], position: Int64) -> None:
         self._sequences = sequences
         self._numbers = rows, index, position
         self._made: list[SampleRow] | None = None

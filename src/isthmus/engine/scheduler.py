@@ -36,6 +36,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,7 @@ from isthmus.engine.samples import Samples, is_plain, looks_back, score_spans, t
 from isthmus.engine.sequence import FinishReason, Request, Status, sequence_seed
 from isthmus.engine.sequence import Sequence as Seq
 from isthmus.engine.sharing import Sharing
-from isthmus.engine.step import Sampled, Step
+from isthmus.engine.step import Result, Sampled, Step
 from isthmus.memory import Plan, Pool
 from isthmus.params import RequestError
 
@@ -69,12 +70,8 @@ class Counters:
     finished: int = 0  # sequences that ended, aborted ones included
 
 
-@dataclass(slots=True)
-class Event:
-    """One token for one sequence, or a problem instead. Whether it ended the sequence: `sequence.finish_reason`."""
-
-    sequence: Seq
-    sampled: Sampled
+Event: TypeAlias = tuple[Seq, Result]
+"""One token for one sequence, or a problem instead. Whether it ended the sequence: `sequence.finish_reason`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -218,30 +215,38 @@ class Scheduler:
             return None
         return self._step(plan, chunks)
 
-    def settle(self, step: Step, sampled: Sequence[Sampled]) -> list[Event]:
+    def settle(self, step: Step, results: Sequence[Result]) -> list[Event]:
         """Take in what the oldest flight sampled. One event per result, for sequences that have not ended; a problem
         ends its sequence."""
         assert self._flights, "no step is in flight"
         flight = self._flights[0]
         assert flight.step is step, "steps are settled in the order they were scheduled"
-        assert len(sampled) == len(flight.sampled), f"{len(sampled)} results for {len(flight.sampled)} samples"
+        assert len(results) == len(flight.sampled), f"{len(results)} results for {len(flight.sampled)} samples"
         self._flights.popleft()
         events: list[Event] = []
         ended: list[tuple[Seq, FinishReason, int | str | None]] = []
-        for sequence, result in zip(flight.sampled, sampled, strict=True):
-            if sequence.status is Status.FINISHED:  # meanwhile
+        finished, tokens, problems = Status.FINISHED, 0, False
+        for sequence, result in zip(flight.sampled, results, strict=True):
+            if isinstance(result, Sampled) and result.problem is not None:
+                problems = True
+                if sequence.status is not finished:
+                    events.append((sequence, result))
+                    ended.append((sequence, "abort", result.problem))
                 continue
-            events.append(Event(sequence, result))
-            if result.problem is not None:
-                ended.append((sequence, "abort", result.problem))
+            if sequence.status is finished:  # meanwhile
                 continue
-            sequence.output.append(result.token_id)
-            self.counters.generation_tokens += 1
-            end = self._end(sequence, result.token_id)
-            if end is not None:
-                ended.append((sequence, *end))
+            events.append((sequence, result))
+            token = result if isinstance(result, int) else result.token_id
+            output = sequence.output
+            output.append(token)
+            tokens += 1
+            if len(output) >= sequence.limit or token in sequence.ends:
+                end = self._end(sequence, token)
+                if end is not None:
+                    ended.append((sequence, *end))
+        self.counters.generation_tokens += tokens
         self._finish(ended)
-        if any(result.problem is not None for result in sampled):
+        if problems:
             self.reset_prefix_cache()  # what was computed along with it must not come back in later requests
         return events
 
@@ -278,9 +283,9 @@ class Scheduler:
     def _admit(self, chunks: list[int], budget: int) -> Int64:
         """Let the oldest waiting sequences run, as many as fit beside those that do. Returns everyone's tokens.
 
-        They are admitted only if their whole prompt fits now and a page more for everyone, so that admission does
-        not lead straight to preemption. They start in groups of doubling size; of a group that does not fit, the
-        youngest go back to the queue.
+        They are admitted only if their whole prompt fits now and what everyone is expected to grow by (`fits_ahead`),
+        so that admission does not lead straight to preemption. They start in groups of doubling size; of a group that
+        does not fit, the youngest go back to the queue.
         """
         group = 1
         while self.waiting:
@@ -446,7 +451,8 @@ class Scheduler:
                 self._sharing.keep(sequence)
 
     def _vacate(self, sequences: list[Seq]) -> None:
-        """They run no more. Free rows and pages at once, though flights may use them: the next owners are planned, so run, later."""
+        """They run no more. Rows and pages are free at once, though flights may use them: the next owners are planned,
+        so run, later."""
         if self._sharing is not None:
             self._sharing.share(sequences)
             for sequence in sequences:
@@ -462,6 +468,8 @@ class Scheduler:
         running = [s for s, _, _ in ended if s.status is Status.RUNNING]
         if running:
             self._vacate(running)
+            early = sum(reason != "length" for s, reason, _ in ended if s.status is Status.RUNNING)
+            self._room.ended(self.counters.generation_tokens, early)
         for sequence, reason, stop_reason in ended:
             assert sequence.status is not Status.FINISHED, "a sequence ends once"
             sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason

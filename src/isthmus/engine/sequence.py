@@ -126,6 +126,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None  # requests share cached prefixes with those of the same salt alone
+    prompt: str | None = None  # the text that the tokens came from, for the outputs
     sequences: list[Sequence] = field(default_factory=list)
     receipt: Receipt = field(default_factory=Receipt)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,13 +118,17 @@ class Sampled:
     problem: str | None = None  # why there is no token: the sequence cannot go on
 
 
+Result: TypeAlias = int | Sampled
+"""The token alone where nothing else is to say: no log probability was asked for, and there is no problem."""
+
+
 class Launched(Protocol):
     """A step that was handed to the device."""
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> Sequence[Result]:
         """Block until the results are on the host; called once, in the order of the launches.
 
-        One entry per `step.samples`, then one per target of `step.scores`.
+        One entry per `step.samples`, then one `Sampled` per target of `step.scores`.
         """
         ...
 
@@ -146,7 +150,7 @@ class Executor(Protocol):
 class Landed:
     """Implements `Launched` for a step that was over when its launch returned."""
 
-    results: list[Sampled]
+    results: Sequence[Result]
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> Sequence[Result]:
         return self.results

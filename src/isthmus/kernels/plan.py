@@ -22,7 +22,8 @@ MAX_CHUNK = 8192
 CHUNKS = ALIGN << np.arange((MAX_CHUNK // ALIGN).bit_length())
 """Tokens of an item: what `plan_decode` chooses from."""
 
-_SHIFTS = np.log2(CHUNKS).astype(np.int64)[:, None]
+_ROUND = (CHUNKS - 1).astype(np.int32)[:, None]
+_SHIFTS = np.log2(CHUNKS).astype(np.int32)[:, None]
 
 ITEM_TOKENS = 32
 """What taking up an item costs, in tokens read."""
@@ -51,26 +52,28 @@ def plan_decode(
     span = np.where(end > first, end - origin, 0)
     chunk, parts = _cut(span, target_items)
     items = np.zeros((FIELDS, count if parts is None else int(parts.sum())), np.int32)
+    used = 0
     if parts is None:
-        items[:4] = tokens, sequences, first, end
-        items[6] = 1
+        items[0], items[1], items[2], items[3], items[6] = tokens, sequences, first, end, 1
     else:
         owner = np.repeat(np.arange(count), parts)
-        slots = np.where(parts > 1, parts, 0)
         before = np.cumsum(parts) - parts
-        items[:7] = np.stack((tokens, sequences, first, end, np.cumsum(slots) - slots, before, parts))[:, owner]
-        items[5] = np.arange(len(owner)) - items[5]
-        cut = origin[owner] + items[5] * chunk
-        items[2] = np.maximum(cut, items[2])
-        items[3] = np.minimum(cut + chunk, items[3])
+        alone = parts == 1
+        whole = np.cumsum(alone) - alone
+        index = np.arange(len(owner)) - before[owner]
+        cut = origin[owner] + index * chunk
+        items[0], items[1] = tokens[owner], sequences[owner]
+        np.maximum(cut, first[owner], out=items[2], casting="same_kind")
+        np.minimum(cut + chunk, end[owner], out=items[3], casting="same_kind")
+        items[4], items[5], items[6] = (before - whole)[owner], index, parts[owner]
+        used = items.shape[1] - int(np.count_nonzero(alone))
     length = (items[3] - items[2]).astype(np.int16)  # of MAX_CHUNK at most; a stable sort of these takes no comparisons
-    used = 0 if parts is None else int(slots.sum())
     return items.T[np.argsort(-length, kind="stable")], used
 
 
 def _cut(span: Integers, target: int) -> tuple[int, Integers | None]:
     """The tokens per item that end soonest if `target` items run at once, and the items of each decode; None: one."""
-    parts = np.maximum((span + (CHUNKS - 1)[:, None]) >> _SHIFTS, 1)
+    parts = np.maximum((span + _ROUND) >> _SHIFTS, 1)
     items = parts.sum(1).tolist()
     whole = (parts == 1).sum(1).tolist()
     count, total, longest_span = len(span), int(span.sum()), int(span.max())

@@ -330,11 +330,11 @@ def _decode(query: Tensor, cache: LayerCache, bucket: Bucket, how: Scoring, scra
     count, heads, _ = query.shape
     kv_heads = cache.key.heads
     keys = cache.key.read(bucket.pages, scratch.key)
-    values = cache.value.read(bucket.pages, scratch.value)
+    values = cache.value.read(bucket.pages, scratch.value).to(query.dtype)  # fp8 has no `index_fill_`
     if bucket.foreign is not None:
         values.index_fill_(0, bucket.foreign, 0)
     keys = keys.view(count, -1, kv_heads, cache.key.dim).to(query.dtype)
-    values = values.view(count, -1, kv_heads, cache.value.dim).to(query.dtype)
+    values = values.view(count, -1, kv_heads, cache.value.dim)
     grouped = query.view(count, kv_heads, heads // kv_heads, -1)
     # One product per head: heads interleave in a row, and a four-dimensional product would copy all of it.
     products = [torch.bmm(grouped[:, h], keys[:, :, h].transpose(1, 2)) for h in range(kv_heads)]

@@ -415,19 +415,17 @@ class Pool:
         for name in binds:
             if name not in self.groups:
                 raise ValueError(f"binds name group {name!r}; this pool has {', '.join(self.groups)}")
+        minted = {space: np.asarray(ids).astype(np.int64) for space, ids in plan.ids.items()}
         for name, group in self.groups.items():
-            fresh = np.asarray(plan.ids[group.space]).astype(np.int64)
-            if name in self.covering[group.space]:
-                if name in binds and not np.array_equal(as_virtual(binds[name]), fresh):
-                    raise ValueError(
-                        f"group {name!r} binds every live id: its binds are the plan's fresh ids, in order"
-                    )
-                chosen[name] = fresh
-                continue
-            ids = as_virtual(binds.get(name, ()))
+            fresh = minted[group.space]
+            covers = name in self.covering[group.space]
+            ids = fresh if covers and name not in binds else as_virtual(binds.get(name, ()))
+            same = ids is fresh or (len(ids) == len(fresh) and bool((ids == fresh).all()))
+            if covers and not same:
+                raise ValueError(f"group {name!r} binds every live id: its binds are the plan's fresh ids, in order")
             if len(ids) != plan.demand[name]:
                 raise ValueError(f"group {name!r}: {len(ids)} ids for a demand of {plan.demand[name]} pages")
-            if len(ids):
+            if len(ids) and not same:  # nobody has the plan's own ids
                 self._check_free_to_bind(name, ids, fresh)
             chosen[name] = ids
         return chosen

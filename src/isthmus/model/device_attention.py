@@ -128,10 +128,10 @@ _batches: weakref.WeakValueDictionary[int, DeviceBatch] = weakref.WeakValueDicti
 """Which object a call of the operator is for: operators take numbers and tensors alone. Written by `_register`."""
 
 
-def _register(batch: DeviceBatch) -> int:
+def _register(batch: DeviceBatch) -> Tensor:
     handle = id(batch)  # unique among those alive
     _batches[handle] = batch
-    return handle
+    return torch.tensor(handle, device="cpu")
 
 
 def _attend(
@@ -142,10 +142,10 @@ def _attend(
     sinks: Tensor | None,
     scaling: float,
     softcap: float,
-    handle: int,
+    handle: Tensor,
 ) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _batches[handle].run(query, key, value, int(layer), Scoring(scaling, softcap or None, sinks))[None]
+    return _batches[int(handle)].run(query, key, value, int(layer), Scoring(scaling, softcap or None, sinks))[None]
 
 
 def _shape_of(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
@@ -156,7 +156,7 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor
 _library = torch.library.Library("isthmus", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "attend(Tensor query, Tensor key, Tensor value, Tensor layer, Tensor? sinks, float scaling, float softcap, "
-    "int handle) -> Tensor"
+    "Tensor handle) -> Tensor"
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("isthmus::attend", _shape_of, lib=_library)

@@ -1,0 +1,76 @@
+"""A step's table writes, and what each group reads, as the device gets them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from isthmus.engine.device_plan import DevicePlan, Tables
+from isthmus.engine.step import BlockWrites, Step
+from isthmus.memory import Delta, Group, LayerKV, Op, Writes, kv_spec
+
+GROUPS = (
+    Group("full", kv_spec([LayerKV(0, 1, 8, 8)], 4), "append"),
+    Group("window", kv_spec([LayerKV(1, 1, 8, 8)], 4), "window", 6),
+)
+TABLES = Tables.of(GROUPS, 30, 3, 40)  # 3 rows of 10 columns, then 31 entries per group
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def plan(counts: list[int], past: list[int], ops: list[Op], blocks: BlockWrites) -> DevicePlan:
+    start = np.cumsum([0, *counts]).astype(np.int32)
+    step = Step(
+        Delta(ops),
+        blocks,
+        np.zeros(start[-1], np.int32),
+        start,
+        ints(*past),
+        np.arange(len(counts), dtype=np.int32),
+        (),
+    )
+    return DevicePlan.of(step, GROUPS, TABLES, {"full": 16, "window": 16}, {"full": 8, "window": 8})
+
+
+def test_the_last_write_of_an_entry_is_the_one_that_counts() -> None:
+    ops: list[Op] = [
+        Writes("full", ints(1, 2), ints(11, 12)),
+        Writes("window", ints(1), ints(13)),
+        Writes("full", ints(2, 3), ints(14, 15)),
+        Writes("window", ints(1), ints(0)),
+    ]
+    blocks = BlockWrites(ints(0, 2, 0), ints(1, 9, 1), ints(5, 6, 7))
+    for _ in range(2):  # nothing is left of it in the next step
+        made = plan([1], [3], ops, blocks)
+        assert made.index.dtype == made.value.dtype == np.int32
+        written = dict(zip(made.index.tolist(), made.value.tolist(), strict=True))
+        assert len(written) == len(made.index), "an entry twice"
+        assert written == {1: 7, 29: 6, 31: 11, 32: 14, 33: 15, 62: 0}
+        assert plan([1], [3], ops[:1], BlockWrites(ints(), ints(), ints())).index.tolist() == [31, 32]
+    assert len(plan([1], [3], [], BlockWrites(ints(), ints(), ints())).index) == 0
+
+
+def test_decodes_read_their_own_row_and_chunks_do_not() -> None:
+    nothing = BlockWrites(ints(), ints(), ints())
+    alone = plan([1, 1], [3, 12], [], nothing)
+    assert alone.decode
+    assert alone.positions.tolist() == [3, 12]
+    assert [alone.groups[name].first.tolist() for name in ("full", "window")] == [[0, 0], [0, 7 // 4]]
+    assert [alone.groups[name].end.tolist() for name in ("full", "window")] == [[1, 4], [1, 4]]
+    assert all(group.tiles is None for group in alone.groups.values())
+
+    mixed = plan([1, 5], [12, 8], [], nothing)
+    assert not mixed.decode
+    assert mixed.positions.tolist() == [12, 8, 9, 10, 11, 12]
+    assert mixed.sequence_of.tolist() == [0, 1, 1, 1, 1, 1]
+    assert mixed.groups["full"].end.tolist() == [4, 2]
+    assert mixed.groups["window"].first.tolist() == [7 // 4, 3 // 4]
+    items, tiles = mixed.groups["window"].items, mixed.groups["window"].tiles
+    assert items is not None
+    assert tiles is not None
+    assert items[:, :4].tolist() == [[0, 0, 7, 13]]
+    assert tiles[:, :5].tolist() == [[1, 1, 6, 1, 8]]
+
+    chunks = plan([2, 5], [12, 0], [], nothing)
+    assert all(group.items is None for group in chunks.groups.values())
