@@ -166,7 +166,8 @@ def test_families_give_transformers_tokens(device: str, family: str) -> None:
     prompts = random_prompts(21, 1, 10)
     expected = [reference(model, prompt, 6) for prompt in prompts]
     assert all(len(set(tokens)) >= 3 for tokens in expected), "degenerate tokens prove nothing"
-    graphs = device == "cuda"
+    # In float32 Transformers' experts read their loads back to the host, which no graph can hold.
+    graphs = device == "cuda" and family != "gpt_oss"
     engine = engine_on(device, on_device(model, device, compiled=graphs), graphs=graphs, budget=16)
     params = SamplingParams(max_tokens=6, **ENDLESS)
     assert complete(engine, prompts, params, compact=True) == expected

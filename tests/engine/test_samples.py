@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from isthmus.engine.device_sampler import is_plain
-from isthmus.engine.step import Sampled
+from isthmus.engine.sampler import is_edited, is_greedy
+from isthmus.engine.step import Sampled, SampleRow
 from tests.engine.test_scheduler import World
 
 GREEDY = {"temperature": 0.0}
@@ -19,6 +19,11 @@ OTHERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "presence_penalty": 0.5},
     {"temperature": 0.0, "frequency_penalty": -0.5},
 ]
+
+
+def is_plain(sample: SampleRow) -> bool:
+    """Nothing is wanted but the first maximum of the logits as they are."""
+    return sample.params.logprobs is None and is_greedy(sample.params) and not is_edited(sample)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from isthmus.errors import ModelError
 from isthmus.model.device_attention import GroupStep
 
 T = TypeVar("T")
@@ -75,8 +76,14 @@ class Graphs(Generic[T]):
                     forward(given)  # compiles and allocates what a capture may not
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=memory, stream=stream):
-                    outputs = forward(given)
+                try:
+                    with torch.cuda.graph(graph, pool=memory, stream=stream):
+                        outputs = forward(given)
+                except RuntimeError as error:  # ends the capture with an error of its own, behind the one that matters
+                    line = str(error.__context__ or error).splitlines()[0]
+                    raise ModelError(
+                        f"the forward cannot be captured in a CUDA graph ({line}): use --enforce-eager"
+                    ) from error
                 self._graphs[size] = graph, outputs
 
     def size(self, tokens: int) -> int:
