@@ -156,7 +156,7 @@ _SAMPLING_HELP = {
     "min_p": "least share of the most likely token's probability",
     "presence_penalty": "-2 to 2",
     "frequency_penalty": "-2 to 2",
-    "repetition_penalty": "greater than 0; 1 is off",
+    "repetition_penalty": "0.001 to 1000; 1 is off",
     "seed": "of each request",
     "max_tokens": "most tokens to generate",
     "min_tokens": "least tokens to generate",

@@ -81,17 +81,18 @@ class LLM:
         self.dtype = _dtype(self.config.model.dtype, source.load_config().dtype)
         cache_dtype = CACHE_DTYPES[self.config.memory.kv_cache_dtype] or str(self.dtype).removeprefix("torch.")
         self._laps.lap("tokenizer and config")
-        on_device = build_model(source, self.dtype, load_format=load_format, device=device)
-        self._laps.lap("weights")
-        self.layout = derive(on_device, self.config.memory.page_size, cache_dtype)
-        self.end_token_ids = source.end_token_ids()  # ids after which a text is complete
-        self._backend = backend_on(device, on_device, self.layout, self.config, self.end_token_ids, self._laps)
-        self._names = itertools.count()
-        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
-        arena_bytes = self._backend.arena_bytes()
-        walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes)
-        self.engine = self._build_engine(*self._pool(arena_bytes, walls))
-        self._laps.lap("arena and graphs" if device == "cuda" else "arena")
+        with _fitting():
+            on_device = build_model(source, self.dtype, load_format=load_format, device=device)
+            self._laps.lap("weights")
+            self.layout = derive(on_device, self.config.memory.page_size, cache_dtype)
+            self.end_token_ids = source.end_token_ids()  # ids after which a text is complete
+            self._backend = backend_on(device, on_device, self.layout, self.config, self.end_token_ids, self._laps)
+            self._names = itertools.count()
+            self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
+            arena_bytes = self._backend.arena_bytes()
+            walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes)
+            self.engine = self._build_engine(*self._pool(arena_bytes, walls))
+            self._laps.lap("arena and graphs" if device == "cuda" else "arena")
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -346,11 +347,28 @@ class LLM:
                 self._inboxes[output.request_id].append(output)
 
 
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    """A start that a device has too little memory for is the user's to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        line = str(error).splitlines()[0]
+        raise ConfigError(
+            f"the device has too little memory to start: {line} Free it, or lower --dtype, --max-num-batched-tokens, "
+            "--max-num-seqs or --gpu-memory-utilization"
+        ) from error
+
+
 def _warn_of_idle(given: Collection[str], config: EngineConfig) -> None:
     """A line for each setting that somebody made and that does nothing here."""
     memory = config.memory
     if "gpu_memory_utilization" in given and config.device.device == "cpu":
         _log.warning("--gpu-memory-utilization is ignored on a cpu: --pool-bytes sizes the arena")
+    if "gpu_memory_utilization" in given and config.device.device == "cuda" and memory.pool_bytes is not None:
+        _log.warning("--gpu-memory-utilization is ignored with --pool-bytes, which sizes the arena")
+    if config.device.enforce_eager and config.device.device == "cpu":
+        _log.warning("--enforce-eager is ignored on a cpu, where nothing is compiled or captured")
     if "static_workload" in given and memory.memory == "unified":
         _log.warning("--static-workload is ignored with --memory unified")
     elif "static_workload" in given and memory.static_split is not None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from isthmus.errors import ConfigError, IsthmusError
 
+_MOST_BIAS = 1e30  # logits plus this are finite in float32, so that only a model can make them infinite
+
 
 class RequestError(IsthmusError, ValueError):
     """A request that can never be served as asked. The engine is as it was."""
@@ -57,8 +59,12 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "greater than 0"),
-            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers by token id"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "in [0.001, 1000]"),
+            (
+                "logit_bias",
+                all(abs(x) <= _MOST_BIAS for x in self.logit_bias.values()),
+                "numbers to 1e30 by token id",
+            ),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "between 0 and max_tokens"),
             ("min_tokens", not (self.min_tokens and self.grammar), "0 with a grammar, which says where it ends"),

@@ -114,3 +114,14 @@ def test_sampling_parameters_take_what_vllm_takes() -> None:
     params = SamplingParams(stop="x", top_k=-1, stop_token_ids=[3])
     assert (params.stop, params.top_k, params.stop_token_ids) == (("x",), 0, (3,))
     assert SamplingParams(stop=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_a_default_never_refuses_another_setting() -> None:
+    """More sequences than the default step has tokens, on either device, and a step that was asked for stays."""
+    config = EngineConfig.build(model="demo", max_num_seqs=4096)
+    assert config.scheduler.max_num_batched_tokens == 4096
+    assert config.on("cuda", {"model", "max_num_seqs"}).scheduler.max_num_batched_tokens == 8192
+    asked = EngineConfig.build(model="demo", max_num_batched_tokens=512)
+    assert asked.on("cuda", {"model", "max_num_batched_tokens"}).scheduler.max_num_batched_tokens == 512
+    with pytest.raises(ConfigError, match=r"^--max-num-batched-tokens must be at least"):
+        EngineConfig.build(model="demo", max_num_seqs=4096, max_num_batched_tokens=2048)

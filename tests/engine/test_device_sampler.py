@@ -204,19 +204,14 @@ class TestQueue:
         first, second = (sampler(torch.zeros(12, V, device=device), rows).tokens.tolist() for _ in range(2))
         assert len({*first, *second}) > 12
 
-    def test_warming_leaves_the_logits(self, device: str) -> None:
-        logits = torch.randn(2, V, device=device)
-        before = logits.clone()
-        DeviceSampler([EOS], V, device).warm(logits)
-        assert torch.equal(logits, before)
-
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     rng = np.random.default_rng(0)
     sampler, logits = DeviceSampler([EOS], V, "cuda"), torch.randn(64, V, device="cuda", dtype=torch.bfloat16)
     rows = [some_row(rng) for _ in range(64)]
-    sampler.warm(logits)
+    sampler(logits, rows).results()  # compiles
+    score_later(logits, [1] * 64, [3] * 64).results()
     torch.cuda.set_sync_debug_mode("error")
     try:
         mixed, greedy = sampler(logits, rows), sampler(logits, [row()] * 64)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from isthmus.engine import device_runner
 from isthmus.engine.graphs import Inputs, lane_counts, token_counts
+from isthmus.engine.step import BlockWrites, Step
+from isthmus.memory import Delta, Pool
 from isthmus.model.compile import prepare
+from isthmus.model.layout import derive
 from isthmus.params import SamplingParams
 from tests.engine.test_device_runner import GEMMA, complete, engine_on
 from tests.model.harness import paged, reference, tiny
@@ -54,6 +58,35 @@ def test_one_forward_over_fixed_places_gives_transformers_tokens(
     engine = engine_on("cpu", twin, graphs=True)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert complete(engine, prompts, params, compact=compact) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are captured here")
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_the_largest_graphs_have_room_for_their_padding(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Lanes are rounded up: there are more of them than sequences can ever be."""
+    monkeypatch.setattr(device_runner, "Graphs", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    model = paged(tiny("gemma3_text", **GEMMA | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}))
+    prepare(model.requires_grad_(False), compiled=False)
+    layout = derive(model, 4, "float32")
+    pool, sizes = Pool(1 << 16, layout.groups), {True: lane_counts(rows)[-1:], False: token_counts(24)[-1:]}
+    arena = torch.empty(pool.arena_bytes, dtype=torch.uint8)
+    ids = pool.ids("tokens").capacity
+    runner = device_runner.DeviceRunner(model, layout, arena, ids, rows, 24, 64, (), graphs=sizes, poison=True)
+    with torch.inference_mode():
+        for graphs in (runner._decodes, runner._mixed):
+            assert graphs is not None
+            graphs.replay(graphs.sizes[-1])  # a step of nothing but padding
+    ones = Step(
+        Delta(),
+        BlockWrites(*(np.zeros(0, np.int32),) * 3),
+        np.zeros(rows, np.int32),
+        np.arange(rows + 1, dtype=np.int32),
+        np.zeros(rows, np.int32),
+        np.arange(rows, dtype=np.int32),
+        (),
+    )
+    assert runner.run(ones) == []  # decodes that nobody samples: not for the graph of decodes
 
 
 @pytest.mark.parametrize("most", [1, 4, 20, 256, 8192])

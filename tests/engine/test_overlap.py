@@ -507,3 +507,24 @@ def test_requests_that_lose_their_memory_leave_nothing_running(folder: Path) -> 
         leave_a_stream()
     assert not devices[0].out
     assert list(streams[0]) == []
+
+
+def test_what_read_a_problem_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was out when a problem came to light may have shared pages that were made of it."""
+    world = World("full", 4, room_for=4, length=60, overlap=True)
+    for _ in range(2):
+        world.add(5, 9)
+    scheduler = world.scheduler
+    resets: list[None] = []
+    monkeypatch.setattr(scheduler, "reset_prefix_cache", lambda: resets.append(None))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    scheduler.settle(first, [Sampled(-1, problem="not finite"), 3])
+    assert len(resets) == 1
+    third = scheduler.schedule()
+    assert third is not None
+    scheduler.settle(second, [3] * len(second.samples))
+    assert len(resets) == 2
+    scheduler.settle(third, [3] * len(third.samples))
+    assert len(resets) == 2

@@ -38,6 +38,7 @@ from isthmus.errors import ConfigError
 from isthmus.flags import as_flags, engine_args
 
 SIDES = ("static", "unified")
+_PATIENCE = 10.0  # seconds that a server may take to tell of its memory
 _SHOWN = 20  # differences that the result holds in full
 _COUNTS = ("rounds", "questions", "shots", "concurrency", "output_len", "repeat")
 
@@ -286,7 +287,7 @@ class _Bench:
         """`/v1/pool`; None where nothing serves any more."""
         try:
             request = urllib.request.Request(f"{self._server.url}/v1/pool", headers=self._target.headers)
-            with urllib.request.urlopen(request) as answer:
+            with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except OSError:

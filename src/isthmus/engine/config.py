@@ -206,6 +206,9 @@ class MemoryConfig(Checked):
         self._require("static_split", 0 < sum(shares) <= 1 + 1e-9, "shares that sum to at most 1")
 
 
+_BATCHED_TOKENS = 2048
+
+
 @dataclass(frozen=True)
 class SchedulerConfig(Checked):
     """How many sequences run at once and how many tokens one step takes."""
@@ -216,7 +219,7 @@ class SchedulerConfig(Checked):
     max_num_batched_tokens: int = setting(
         "--max-num-batched-tokens",
         "tokens of one step, prefill chunks and decodes together; on a GPU the default is 8192",
-        default=2048,
+        default=_BATCHED_TOKENS,
         aliases=("--chunked-prefill-size",),
         parse=parse_size,
     )
@@ -255,8 +258,8 @@ class DeviceConfig(Checked):
         self._require_choices()
 
 
-DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"cpu": {}, "cuda": {"max_num_batched_tokens": 8192}}
-"""What is the default on a device, where that is not the field's own."""
+DEVICE_DEFAULTS: Mapping[str, Mapping[str, int]] = {"cpu": {}, "cuda": {"max_num_batched_tokens": 8192}}
+"""What is the default on a device, where that is more than the field's own."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,8 @@ class EngineConfig:
 
         ConfigError for a name no layer has. This is what `LLM(**engine_args)`, the command line and YAML share.
         """
+        if type(values.get("max_num_seqs")) is int:  # a default must not be what refuses another setting
+            values.setdefault("max_num_batched_tokens", max(_BATCHED_TOKENS, values["max_num_seqs"]))
         layers: dict[str, dict[str, Any]] = {name: {} for name in LAYERS}
         for name, value in values.items():
             layers[_owner(name)][name] = value
@@ -285,7 +290,8 @@ class EngineConfig:
         for name, value in DEVICE_DEFAULTS[device].items():
             owner = _owner(name)
             if name not in given:
-                layers[owner] = dataclasses.replace(layers.get(owner, getattr(self, owner)), **{name: value})
+                config = layers.get(owner, getattr(self, owner))
+                layers[owner] = dataclasses.replace(config, **{name: max(value, getattr(config, name))})
         return dataclasses.replace(self, **layers)
 
 

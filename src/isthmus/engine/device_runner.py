@@ -4,8 +4,8 @@
 
 Everything is queued on one stream, in order, and nothing is read back, so a step can be launched while the one before
 it runs: sampled tokens stay on the device (one per row of the block table) and are the next step's inputs. A step in
-which every sequence decodes is the replay of a CUDA graph; one with prefill chunks runs the same layers launch by
-launch.
+which every sequence decodes is the replay of a CUDA graph, greedy sampling included; any other step is the replay of a
+graph of the layers, and what follows them is launched.
 
 Without a GPU it runs under Triton's interpreter, launch by launch: slow, for tests.
 """
@@ -114,9 +114,13 @@ class DeviceRunner:
         self._targets = {name: max(1, programs // s.kv_heads) for name, s in shape.items()}
         width = next(model.parameters()).dtype.itemsize
         self._tile = {name: prefill_tile(s.group, s.k_dim, s.v_dim, width) for name, s in shape.items()}
+        padding = max(0, max(graphs.get(True, ()), default=0) - max_num_seqs)  # lanes that no sequence ever has
         workspaces = {
             name: Workspace.of(
-                most_items(max_num_seqs, self._targets[name], max_model_len), s.kv_heads * s.group, s.v_dim, self.device
+                most_items(max_num_seqs, self._targets[name], max_model_len) + padding,
+                s.kv_heads * s.group,
+                s.v_dim,
+                self.device,
             )
             for name, s in shape.items()
         }
@@ -256,15 +260,16 @@ class DeviceRunner:
             "value": plan.value,
         }
         for name, group in plan.groups.items():
+            alone = places is not None and f"{name}.tiles" not in places.places  # the graph is for decodes alone
             items = _NO_WORK if group.items is None else group.items
             tiles = _NO_WORK if group.tiles is None else group.tiles
-            if more and plan.decode:
+            if more and alone:
                 items = np.concatenate((items, padding_items(live, size)))
             elif more:
                 tiles = np.concatenate((tiles, padding_tiles(live, size, self._tile[name])))
             sections |= {f"{name}.first": group.first, f"{name}.end": group.end}
             sections |= {f"{name}.items": items, f"{name}.count": _array([len(items)])}
-            if places is None or f"{name}.tiles" in places.places:
+            if not alone:
                 sections[f"{name}.tiles"] = tiles
         for i, op in enumerate(plan.pages):
             if op.destination is not None or self._poison:

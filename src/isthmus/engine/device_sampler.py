@@ -27,7 +27,6 @@ from isthmus.engine.sampler import NOT_FINITE, is_edited, is_greedy, uniform
 from isthmus.engine.step import Logprob, Result, Sampled, SampleRow
 from isthmus.kernels.logits import copy_rows, edit, score
 from isthmus.kernels.sampling import GREEDY, choose, greedy
-from isthmus.params import SamplingParams
 
 __all__ = ["DeviceSampler", "Drawn", "Scored", "greedy", "score_later"]
 
@@ -179,15 +178,6 @@ class DeviceSampler:
         wanted = [samples[i].params.logprobs or 0 for i in rows]
         scored = _score(self._packer, logits, self._vocab_size, rows, tokens, wanted)
         return Drawn(tokens, _Copy(tokens), scored, rows)
-
-    def warm(self, logits: Tensor) -> None:
-        """Compile every kernel for logits of this dtype, width and stride, and touch the memory that so many rows of
-        them need at most; waits for the device."""
-        row = SampleRow(0, 0, SamplingParams(temperature=0), None, 0, (), (), allow_eos=True)
-        drawn = SampleRow(0, 0, SamplingParams(top_k=2, top_p=0.5, logprobs=1), None, 0, (), (), allow_eos=True)
-        held = SampleRow(0, 0, SamplingParams(logit_bias={0: 0.0}, logprobs=1), None, 0, (), (), allow_eos=False)
-        for sample in (row, drawn, held):
-            self(logits, [sample] * len(logits)).results()
 
     def _choose(self, logits: Tensor, samples: Sequence[SampleRow], edited: Sequence[int]) -> Tensor:
         """int32 [R], of rows that are not all greedy and unedited."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from isthmus.engine import sizing
@@ -17,7 +19,8 @@ from isthmus.engine.config import EngineConfig
 from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.graphs import lane_counts, token_counts
 from isthmus.engine.laps import Laps
-from isthmus.engine.step import BlockWrites, Executor, SampleRow, Step
+from isthmus.engine.step import BlockWrites, Executor, SampleRow, ScoreSpan, Step
+from isthmus.errors import ModelError
 from isthmus.memory import Delta, Pool
 from isthmus.memory.group import null_bytes
 from isthmus.model.compile import prepare
@@ -60,6 +63,8 @@ class GpuBackend:
     def arena_bytes(self) -> int:
         """See `Backend`. A share of the device less what weights, activations, graphs and others take."""
         memory = self._config.memory
+        gc.collect()
+        torch.cuda.empty_cache()  # what was measured is reserved below, and not in use any more
         free, total = torch.cuda.mem_get_info(self._device)
         taken = total - free
         reserve = self.footprint.activations + self.footprint.graphs
@@ -101,9 +106,14 @@ class GpuBackend:
         scheduler, longest = self._config.scheduler, self._config.model.max_model_len or self._layout.max_model_len
         arena = torch.zeros(2 * null_bytes(self._layout.groups), dtype=torch.uint8, device=self._device)
         steps = warm_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest)
+        before = torch.cuda.memory_allocated(self._device)
         runner = self._runner(arena, 1, longest, {})
         runner.warm_pages()
-        activations = self._peak(runner, steps)
+        try:
+            activations = self._peak(runner, steps, before)
+        except TorchDynamoException as error:
+            line = str(error).strip().splitlines()[0]
+            raise ModelError(f"the layers cannot be compiled: use --enforce-eager ({line})") from error
         laps.lap("layers and kernels compiled")
         if not self._graphs:
             return Footprint(activations, 0)
@@ -119,13 +129,12 @@ class GpuBackend:
         # The other graphs run in the memory of the largest; what they hand out is theirs, and so are their launches.
         others = itemsize * (self._layout.vocab_size * sum(sizes[True][:-1]) + width * sum(sizes[False][:-1]))
         launches = _GRAPH_BYTES * sum(len(some) - 1 for some in sizes.values())
-        activations = self._peak(runner, steps)
+        activations = self._peak(runner, steps, torch.cuda.memory_allocated(self._device))
         laps.lap("graphs measured")
         return Footprint(activations, max(0, largest) + others + launches)
 
-    def _peak(self, runner: DeviceRunner, steps: Sequence[Step]) -> int:
-        """Bytes that the steps take while they run."""
-        before = torch.cuda.memory_allocated(self._device)
+    def _peak(self, runner: DeviceRunner, steps: Sequence[Step], before: int) -> int:
+        """Bytes allocated beyond `before` while the steps run."""
         torch.cuda.reset_peak_memory_stats(self._device)
         for step in steps:
             runner.run(step)
@@ -133,7 +142,7 @@ class GpuBackend:
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
-    """The largest step of each sort: prefill to the budget, decodes with every kind of sampling, both together.
+    """The largest step of each sort: prefill to the budget, scored too, decodes with every kind of sampling, both.
 
     No sequence has a page, so all of them read and write the null page.
     """
@@ -145,7 +154,14 @@ def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
     prompts: list[int] = []
     while sum(prompts) < max_tokens and len(prompts) < max_num_seqs:
         prompts.append(min(longest - 1, max_tokens - sum(prompts)))
-    steps = [_blank(prompts, [greedy]), _blank([1] * max_num_seqs, [greedy]), _blank([1] * max_num_seqs, mixed)]
+    whole = _blank(prompts, [greedy])
+    scores = ScoreSpan("warm", 1, 0, np.zeros(max(0, prompts[0] - 1), np.int32), 1)
+    steps = [
+        whole,
+        dataclasses.replace(whole, scores=(scores,)),
+        _blank([1] * max_num_seqs, [greedy]),
+        _blank([1] * max_num_seqs, mixed),
+    ]
     if max_num_seqs > 1 and max_tokens > 3:
         steps.append(_blank([2, 1], mixed))
     return steps

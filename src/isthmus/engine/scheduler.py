@@ -127,6 +127,7 @@ class Scheduler:
         self.clock = clock
         self._arrivals = 0
         self._flights: deque[_Flight] = deque()  # oldest first
+        self._suspect = False  # the step that is out may have read what a step with a problem wrote
         self._unshared: _Flight | None = None  # the newest step, until what it computes is shared
         self._most_tokens = max_cached_tokens
         # Tokens of one sequence alone that can be cached.
@@ -246,8 +247,11 @@ class Scheduler:
                     ended.append((sequence, *end))
         self.counters.generation_tokens += tokens
         self._finish(ended)
-        if problems:
-            self.reset_prefix_cache()  # what was computed along with it must not come back in later requests
+        # What was computed along with a problem must not come back in later requests: nor what a step that is out
+        # already may have read of it.
+        if problems or self._suspect:
+            self.reset_prefix_cache()
+        self._suspect = problems and bool(self._flights)
         return events
 
     # -- inside: who runs -----------------------------------------------------------------------------------

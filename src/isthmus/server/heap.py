@@ -25,7 +25,8 @@ class Heap:
 
     def note_step(self) -> None:
         """A step has run."""
-        self._is_used = True
+        if not self._is_used:
+            self._is_used, self._last = True, self._clock()  # work begins: the period counts from here
         if self._clock() - self._last > PERIOD:
             self.rest()
 
