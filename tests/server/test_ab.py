@@ -50,7 +50,7 @@ def test_the_sides_agree_though_churn_passes_the_windows_own_pages_in_the_first_
     assert all(sample["churn"] > 1 for sample in result["samples"])
     assert all(sample["kv_tokens"] > 0 and sample["output_tokens"] > 12 for sample in result["samples"])
     assert result["samples"][1]["cached_tokens"] > 0  # the second round finds the first one's pages
-    assert result["command"]
+    assert result["command"] == sys.argv[1:]
     assert result["environment"]["packages"]["torch"]
 
 

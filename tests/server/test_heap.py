@@ -18,10 +18,19 @@ def test_it_is_trimmed_once_a_period_and_once_at_rest() -> None:
     for second in range(1, 71):
         now[0] = float(second)
         heap.note_step()
-    assert trims == [PERIOD + 1, 2 * (PERIOD + 1)]
+    # A period begins with the first step after a trim, so that waiting for work does not count.
+    assert trims == [PERIOD + 2, 2 * (PERIOD + 2)]
     heap.rest()
     heap.rest()
-    assert trims == [PERIOD + 1, 2 * (PERIOD + 1), 70.0]
+    assert trims == [PERIOD + 2, 2 * (PERIOD + 2), 70.0]
+
+
+def test_the_first_step_after_a_long_wait_is_not_the_one_that_pays() -> None:
+    now, trims = [0.0], list[float]()
+    heap = Heap(lambda: trims.append(now[0]), lambda: now[0])
+    now[0] = 10 * PERIOD
+    heap.note_step()
+    assert trims == []
 
 
 def resident() -> int:
