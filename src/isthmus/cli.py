@@ -7,10 +7,11 @@ import time
 STARTED = time.perf_counter()  # read by `bench throughput`, whose start-up figure includes the imports below
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import functools  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from isthmus import __version__  # noqa: E402
@@ -227,12 +228,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    try:
+    with _needing("serve", "serve"):
         from isthmus.server import serve  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "isthmus":
-            raise
-        raise ConfigError(f"serve needs the package {error.name}: pip install 'isthmus[serve]'") from error
     return serve.run(args)
 
 
@@ -257,6 +254,17 @@ def _bench_memory(args: argparse.Namespace) -> int:
 
     report.show(memory.run(), args.json, memory.lines)
     return 0
+
+
+@contextlib.contextmanager
+def _needing(verb: str, extras: str) -> Iterator[None]:
+    """Import what a verb needs; ConfigError says how to get a package that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "isthmus":
+            raise  # a fault of ours, not a package to install
+        raise ConfigError(f"{verb} needs the package {error.name}: pip install 'isthmus[{extras}]'") from error
 
 
 def _bench_throughput(args: argparse.Namespace) -> int:
@@ -289,10 +297,8 @@ def _bench_split(args: argparse.Namespace) -> int:
 
 
 def _bench_serve(args: argparse.Namespace) -> int:
-    try:
+    with _needing("bench serve", "bench"):
         from isthmus.bench import report, serve  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"bench serve needs the package {error.name}: pip install 'isthmus[bench]'") from error
     result = serve.run(args)
     report.show(result, args.json, serve.lines)
     return 1 if result["failed"] else 0
@@ -306,20 +312,16 @@ def _bench_chats(args: argparse.Namespace) -> int:
 
 
 def _bench_soak(args: argparse.Namespace) -> int:
-    try:
+    with _needing("bench soak", "bench,serve"):
         from isthmus.bench import report, soak  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"bench soak needs the package {error.name}: pip install 'isthmus[bench,serve]'") from error
     result = soak.run(args)
     report.show(result, args.json, soak.lines)
     return 1 if result["failed"] or result["live_bytes_left"] else 0
 
 
 def _bench_ab(args: argparse.Namespace) -> int:
-    try:
+    with _needing("bench ab", "bench,serve"):
         from isthmus.bench import ab, report  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"bench ab needs the package {error.name}: pip install 'isthmus[bench,serve]'") from error
     result = ab.run(args)
     report.show(result, args.json, ab.lines)
     return 1 if ab.failed(result) else 0
