@@ -74,8 +74,9 @@ def test_the_largest_graphs_have_room_for_their_padding(monkeypatch: pytest.Monk
     ids = pool.ids("tokens").capacity
     runner = device_runner.DeviceRunner(model, layout, arena, ids, rows, 24, 64, (), graphs=sizes, poison=True)
     with torch.inference_mode():
-        for graphs in (runner._decodes, runner._mixed):
+        for alone, graphs in ((True, runner._decodes), (False, runner._mixed)):
             assert graphs is not None
+            runner._inputs(alone, graphs.sizes[-1])  # the graphs share one place: what was there is another's
             graphs.replay(graphs.sizes[-1])  # a step of nothing but padding
     ones = Step(
         Delta(),
