@@ -22,8 +22,8 @@ from isthmus.model.compile import prepare
 from isthmus.model.layout import derive
 from isthmus.params import SamplingParams
 from tests.engine.toy_tokenizers import byte_level, token_id
+from tests.model.families import ATTENTION
 from tests.model.harness import paged, reference, tiny
-from tests.model.test_families import FAMILIES
 
 SIZE = {
     "vocab_size": 200,
@@ -62,7 +62,7 @@ def engine_on(
     """An engine over a poisoned arena that, unless told otherwise, is too small for everybody at once."""
     layout = derive(model, page_size, cache_dtype)
     pool = Pool(arena_bytes, layout.groups)
-    ids = pool.ids("tokens").capacity
+    ids = pool.capacities
     runner: Runner | DeviceRunner
     if reference_runner:
         runner = Runner(model, layout, arena_bytes, ids, ROWS, Sampler((EOS,), layout.vocab_size), poison=True)
@@ -159,7 +159,7 @@ def test_greedy_tokens_are_transformers(device: str) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma4-e2b", "gpt_oss", "qwen3"])
 def test_families_give_transformers_tokens(device: str, family: str) -> None:
     """Soft caps; shared rows and two head sizes; sinks and experts; full attention. A prompt is past the window."""
-    model_type, values = FAMILIES[family]
+    model_type, values = ATTENTION[family]
     if "layer_types" in values:
         values = {"num_hidden_layers": len(values["layer_types"]), **values}
     model = tiny(model_type, **values)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isthmus.engine.head import Head
+from tests.model.families import FAMILIES
 from tests.model.harness import tiny
-from tests.model.test_families import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,7 +32,7 @@ ARENA = 1 << 16
 
 
 def runner(*, poison: bool = False) -> Runner:
-    return Runner(MODEL, derive(MODEL, 4, "float32"), ARENA, 40, 4, argmax, poison=poison)
+    return Runner(MODEL, derive(MODEL, 4, "float32"), ARENA, {"tokens": 40}, 4, argmax, poison=poison)
 
 
 def ids(*values: int) -> np.ndarray:

@@ -84,7 +84,7 @@ class Harness:
         self.layout = derive(model, page_size, "float32")
         self.page_size = page_size
         self.pool = Pool(arena_bytes, self.layout.groups)
-        self.runner = Runner(model, self.layout, arena_bytes, self.pool.ids("tokens").capacity, 8, argmax, poison=True)
+        self.runner = Runner(model, self.layout, arena_bytes, self.pool.capacities, 8, argmax, poison=True)
         self.compact = compact
         self.covering = self.pool.covering["tokens"]
         self.bound: dict[str, set[int]] = {group.name: set() for group in self.layout.groups}

@@ -77,8 +77,8 @@ class CpuBackend:
     def executor(self, pool: Pool, max_model_len: int) -> Executor:
         """See `Backend`."""
         sampler = Sampler(self._eos, self._layout.vocab_size)
-        rows, ids = self._config.scheduler.max_num_seqs, pool.ids("tokens").capacity
-        return Runner(self._model, self._layout, pool.arena_bytes, ids, rows, sampler)
+        rows = self._config.scheduler.max_num_seqs
+        return Runner(self._model, self._layout, pool.arena_bytes, pool.capacities, rows, sampler)
 
 
 def backend_on(

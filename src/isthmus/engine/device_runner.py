@@ -73,7 +73,7 @@ class DeviceRunner:
         model: built with `attn_implementation="isthmus"`, prepared by `isthmus.model.compile`, on its device.
         layout: what `isthmus.model.layout.derive` made of it.
         arena: uint8 [bytes] on the same device.
-        num_ids: capacity of the id space "tokens".
+        num_ids: capacity of each id space (`pool.capacities`).
         max_num_seqs: rows of the block table.
         max_model_len: tokens of the longest sequence.
         eos_token_ids: masked while `min_tokens` holds the end back.
@@ -89,7 +89,7 @@ class DeviceRunner:
         model: PreTrainedModel,
         layout: ModelLayout,
         arena: Tensor,
-        num_ids: int,
+        num_ids: Mapping[str, int],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -102,7 +102,7 @@ class DeviceRunner:
         self.device = arena.device
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._groups = {group.name: group for group in layout.groups}
-        self._tables = Tables.of(layout.groups, num_ids, max_num_seqs, max_model_len)
+        self._tables = Tables.of(layout.groups, num_ids["tokens"], max_num_seqs, max_model_len)
         self._sampler = DeviceSampler(eos_token_ids, layout.vocab_size, self.device)
         self._head = Head(model)
         self._poison = poison

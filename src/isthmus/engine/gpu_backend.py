@@ -52,6 +52,7 @@ class GpuBackend:
     ) -> None:
         self._model, self._layout, self._config, self._eos = model, layout, config, eos_token_ids
         self._device = next(model.parameters()).device
+        _require_taught(layout)
         self._graphs = not config.device.enforce_eager
         self._arena: Tensor | None = None
         # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
@@ -78,7 +79,7 @@ class GpuBackend:
         assert self._arena.numel() == pool.arena_bytes
         gc.collect()  # an executor that was there before has graphs, which hold memory
         sizes = self._sizes() if self._graphs else {}
-        return self._runner(self._arena, pool.ids("tokens").capacity, max_model_len, sizes)
+        return self._runner(self._arena, pool.capacities, max_model_len, sizes)
 
     def _sizes(self) -> dict[bool, tuple[int, ...]]:
         """Of graphs: for decodes alone, and for other steps."""
@@ -86,7 +87,7 @@ class GpuBackend:
         return {True: lane_counts(scheduler.max_num_seqs), False: token_counts(scheduler.max_num_batched_tokens)}
 
     def _runner(
-        self, arena: Tensor, num_ids: int, max_model_len: int, graphs: Mapping[bool, Sequence[int]]
+        self, arena: Tensor, num_ids: Mapping[str, int], max_model_len: int, graphs: Mapping[bool, Sequence[int]]
     ) -> DeviceRunner:
         scheduler = self._config.scheduler
         return DeviceRunner(
@@ -107,7 +108,7 @@ class GpuBackend:
         arena = torch.zeros(2 * null_bytes(self._layout.groups), dtype=torch.uint8, device=self._device)
         steps = warm_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest)
         before = torch.cuda.memory_allocated(self._device)
-        runner = self._runner(arena, 1, longest, {})
+        runner = self._runner(arena, {"tokens": 1}, longest, {})
         runner.warm_pages()
         try:
             activations = self._peak(runner, steps, before)
@@ -122,7 +123,7 @@ class GpuBackend:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         sizes = self._sizes()
-        runner = self._runner(arena, 1, longest, {alone: some[-1:] for alone, some in sizes.items()})
+        runner = self._runner(arena, {"tokens": 1}, longest, {alone: some[-1:] for alone, some in sizes.items()})
         torch.cuda.empty_cache()
         largest = free - torch.cuda.mem_get_info(self._device)[0]
         width, itemsize = self._model.config.get_text_config().hidden_size, self._model.dtype.itemsize
@@ -139,6 +140,13 @@ class GpuBackend:
         for step in steps:
             runner.run(step)
         return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def _require_taught(layout: ModelLayout) -> None:
+    """ModelError for groups that only the CPU's operators read so far."""
+    for group in layout.groups:
+        if group.kind == "state":
+            raise ModelError("models with recurrent states or short convolutions run on the CPU only: use --device cpu")
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:

@@ -19,13 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from isthmus.engine import capacity
 from isthmus.engine.head import Head
 from isthmus.engine.sampler import score
 from isthmus.engine.step import BlockWrites, Landed, Sampled, SampleRow, ScoreSpan, Step
 from isthmus.kernels.reference import GroupBatch, LayerCache, PartView, Scratch, group_batch
+from isthmus.kernels.states import StateStep
 from isthmus.memory import Copies, Delta, Frees, Group, Moves, Op, Writes
 from isthmus.model.attention import AttentionBatch
 from isthmus.model.layout import ModelLayout
+from isthmus.model.mixers import mixers
+from isthmus.model.state_batch import StateBatch, state_views
 
 Sampler: TypeAlias = Callable[[Tensor, Sequence[SampleRow]], list[Sampled]]
 """Logits `[R, vocab]` and R rows -> R tokens."""
@@ -67,8 +71,12 @@ class _Mirror:
         if self.poison:
             self.pages.index_fill_(0, _index(pages), -1)
 
+    def check_ids(self, virtual: NDArray[np.int32]) -> None:
+        """IndexError for an id that does not exist."""
+        self._check("virtual id", virtual, 1, len(self.table))
+
     def translate(self, virtual: NDArray[np.int32]) -> Int64:
-        """Physical pages of ids that came through `_check` already."""
+        """Physical pages of ids that were checked."""
         return self.table[virtual].astype(np.int64)
 
     def _check(self, what: str, values: NDArray[np.int32], low: int, high: int) -> None:
@@ -88,7 +96,7 @@ class Runner:
         model: built with `attn_implementation="isthmus"`, weights loaded, in eval mode, on the CPU.
         layout: what `isthmus.model.layout.derive` made of it.
         arena_bytes: size of the arena; memory is committed by the operating system as pages are used.
-        num_ids: capacity of the id space "tokens" (`pool.ids("tokens").capacity`).
+        num_ids: capacity of each id space (`pool.capacities`).
         max_num_seqs: rows of the block table.
         sampler: turns logits into tokens.
         poison: fill what nobody owns with NaN, at the start and at every release (for tests; slow).
@@ -99,7 +107,7 @@ class Runner:
         model: PreTrainedModel,
         layout: ModelLayout,
         arena_bytes: int,
-        num_ids: int,
+        num_ids: Mapping[str, int],
         max_num_seqs: int,
         sampler: Sampler,
         *,
@@ -111,10 +119,13 @@ class Runner:
         self.arena = torch.empty(arena_bytes, dtype=torch.uint8)
         if poison:
             self.arena.fill_(0xFF)  # NaN in every dtype a page can have
-        self.mirrors = {g.name: _Mirror(self.arena, g, num_ids, poison) for g in layout.groups}
-        page_size = layout.groups[0].spec.page_size
+        self.mirrors = {g.name: _Mirror(self.arena, g, num_ids[g.space], poison) for g in layout.groups}
+        page_size = capacity.page_size(layout.groups)
         self.blocks = np.zeros((max_num_seqs, -(-layout.max_model_len // page_size)), np.int32)
         self.caches = _layer_caches(self.arena, layout)
+        self._tokens = [group for group in layout.groups if group.space == "tokens"]
+        self._states = state_views(self.arena, layout.groups)
+        self._mixers = [mixer for mixer in mixers(model) if mixer.parts]
         self.head = Head(model)
         self.scratch = Scratch()
         self.num_ids = num_ids
@@ -145,7 +156,7 @@ class Runner:
         for what, values, high in (
             ("row", writes.row, rows),
             ("column", writes.column, columns),
-            ("virtual id", writes.virtual, self.num_ids + 1),
+            ("virtual id", writes.virtual, self.num_ids.get("tokens", 0) + 1),
         ):
             wrong = (values < 0) | (values >= high)
             if wrong.any():
@@ -166,9 +177,18 @@ class Runner:
         positions = np.arange(len(step.tokens)) + np.repeat(past - query_start[:-1], counts)
         groups = {
             group.name: group_batch(group, query_start, past, self._lookup(group.name, step.rows))
-            for group in self.layout.groups
+            for group in self._tokens
         }
+        if self._mixers:
+            self._bind_mixers(step, query_start, past)
         return self._call(step, _index(positions), groups)
+
+    def _bind_mixers(self, step: Step, query_start: Int64, past: Int64) -> None:
+        (mirror,) = (mirror for mirror in self.mirrors.values() if mirror.group.kind == "state")
+        mirror.check_ids(step.states)
+        batch = StateBatch(StateStep.of(query_start, past, mirror.translate(step.states)), self._states)
+        for mixer in self._mixers:
+            mixer.batch = batch
 
     def _lookup(self, group: str, rows: NDArray[np.int32]) -> Callable[[Int64, Int64], Int64]:
         mirror = self.mirrors[group]

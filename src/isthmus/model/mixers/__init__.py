@@ -1,0 +1,69 @@
+"""Recurrent modules of Transformers, taught to run over a flat batch out of state pages.
+
+A *mixer* stands in for one module: `teach` puts it in the place of the module's `forward`, the weights stay the
+module's. It says which parts of a state page the module needs (`parts`), and computes a step with operations that
+read and write them (`isthmus.kernels.states`). To teach a new module: a class here, and a line in `MIXERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from isthmus.model.mixers.base import Mixer
+from isthmus.model.mixers.gdn import OlmoGatedDelta, Qwen3NextGatedDelta, Qwen35GatedDelta
+from isthmus.model.mixers.kda import KimiDelta
+from isthmus.model.mixers.lightning import Lightning
+from isthmus.model.mixers.mamba1 import Mamba, ZambaMamba
+from isthmus.model.mixers.mamba2 import FalconH1Mamba2, Mamba2
+from isthmus.model.mixers.rglru import RecurrentBlock
+from isthmus.model.mixers.shortconv import ShortConv
+
+MIXERS: Mapping[str, type[Mixer]] = {
+    "Lfm2ShortConv": ShortConv,
+    "Lfm2MoeShortConv": ShortConv,
+    "Lfm3ShortConv": ShortConv,
+    "Mamba2Mixer": Mamba2,
+    "NemotronHMamba2Mixer": Mamba2,
+    "GraniteMoeHybridMambaLayer": Mamba2,
+    "BambaMixer": Mamba2,
+    "Zamba2MambaMixer": Mamba2,
+    "FalconH1Mixer": FalconH1Mamba2,
+    "MambaMixer": Mamba,
+    "FalconMambaMixer": Mamba,
+    "JambaMambaMixer": Mamba,
+    "ZambaMambaMixer": ZambaMamba,
+    "MiniMaxLightningAttention": Lightning,
+    "RecurrentGemmaRecurrentBlock": RecurrentBlock,
+    "Qwen3NextGatedDeltaNet": Qwen3NextGatedDelta,
+    "Qwen3_5GatedDeltaNet": Qwen35GatedDelta,
+    "Qwen3_5MoeGatedDeltaNet": Qwen35GatedDelta,
+    "LaraMiniGatedDeltaNet": Qwen35GatedDelta,
+    "OlmoHybridGatedDeltaNet": OlmoGatedDelta,
+    "KimiLinearDeltaAttention": KimiDelta,
+    "BailingHybridDeltaAttention": KimiDelta,
+}
+"""By the class of the module that it stands in for."""
+
+
+_TAUGHT = "isthmus_mixer"
+
+
+def teach(layers: Sequence[nn.Module]) -> None:
+    """Put a mixer in the place of every module in these decoder layers that there is one for; once is enough."""
+    for i, layer in enumerate(layers):
+        for module in layer.modules():
+            kind = MIXERS.get(type(module).__name__)
+            if kind is not None and not hasattr(module, _TAUGHT):
+                mixer = kind(module, i)
+                setattr(module, _TAUGHT, mixer)
+                module.forward = mixer.forward
+
+
+def mixers(module: nn.Module) -> Iterator[Mixer]:
+    """All mixers in a module that was taught, in the order of its modules."""
+    for part in module.modules():
+        mixer = getattr(part, _TAUGHT, None)
+        if mixer is not None:
+            yield mixer
