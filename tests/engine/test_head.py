@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isthmus.engine.head import Head
+from isthmus.model.layout import decoder
 from tests.model.families import FAMILIES
 from tests.model.harness import tiny
 
@@ -20,6 +21,6 @@ def test_logits_are_the_models_own(family: str) -> None:
     tokens = torch.arange(5, 17)[None]
     with torch.inference_mode():
         wanted = model(tokens, use_cache=False).logits[0]
-        hidden = model.base_model(tokens, use_cache=False).last_hidden_state[0]
+        hidden = decoder(model)(tokens, use_cache=False).last_hidden_state[0]
         rows = torch.tensor([11, 3, 0])
         torch.testing.assert_close(Head(model)(hidden[rows]), wanted[rows])

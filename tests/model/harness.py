@@ -20,15 +20,19 @@ from isthmus.params import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
-def tiny(model_type: str, **values: Any) -> PreTrainedModel:
+def tiny(model_type: str, *, seed: int = 0, **values: Any) -> PreTrainedModel:
     """A model with random weights large enough that its greedy tokens vary; built for Transformers' eager attention."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = CONFIG_MAPPING[model_type](**values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):
                 weight.normal_(1.0, 2.0)
+            elif name.endswith("A_log"):  # decays at which a state remembers more than a token
+                weight.uniform_(-5.0, 0.0)
+            elif name.endswith("dt_bias"):
+                weight.uniform_(-3.0, 0.0)
             elif weight.dim() == 1:
                 weight.add_(torch.randn_like(weight) * 0.2)
             else:

@@ -78,7 +78,8 @@ class CpuBackend:
         """See `Backend`."""
         sampler = Sampler(self._eos, self._layout.vocab_size)
         rows = self._config.scheduler.max_num_seqs
-        return Runner(self._model, self._layout, pool.arena_bytes, pool.capacities, rows, sampler)
+        poison = self._config.memory.check_memory == "full"
+        return Runner(self._model, self._layout, pool.arena_bytes, pool.capacities, rows, sampler, poison=poison)
 
 
 def backend_on(

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from isthmus.model.layout import decoder
+
 
 class Head:
     """The model's own forward over hidden states that are given.
@@ -19,9 +21,11 @@ class Head:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._body = _Given()
+        body = decoder(model)
+        self._body = _Given(body)
         self._model = copy.copy(model)
-        self._model._modules = dict(model._modules) | {model.base_model_prefix: self._body}
+        self._model._modules = {name: self._body if m is body else m for name, m in model._modules.items()}
+        assert self._body in self._model._modules.values(), f"{type(model).__name__} keeps its layers elsewhere"
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[R, width]` -> logits `[R, vocab]` in the model's dtype."""
@@ -34,11 +38,15 @@ class Head:
 
 
 class _Given(nn.Module):
-    """Stands for the layers."""
+    """Stands for the layers; what else the model asks them for (a multiplier of the logits) is theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        self._asked = (body,)  # in a tuple, so that it is no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_asked"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         return _Output(last_hidden_state=self.hidden)

@@ -27,7 +27,7 @@ from isthmus.kernels.reference import GroupBatch, LayerCache, PartView, Scratch,
 from isthmus.kernels.states import StateStep
 from isthmus.memory import Copies, Delta, Frees, Group, Moves, Op, Writes
 from isthmus.model.attention import AttentionBatch
-from isthmus.model.layout import ModelLayout
+from isthmus.model.layout import ModelLayout, decoder
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import StateBatch, state_views
 
@@ -125,8 +125,9 @@ class Runner:
         self.caches = _layer_caches(self.arena, layout)
         self._tokens = [group for group in layout.groups if group.space == "tokens"]
         self._states = state_views(self.arena, layout.groups)
-        self._mixers = [mixer for mixer in mixers(model) if mixer.parts]
+        self._mixers = list(mixers(model))
         self.head = Head(model)
+        self._decoder = decoder(model)
         self.scratch = Scratch()
         self.num_ids = num_ids
 
@@ -163,6 +164,11 @@ class Runner:
                 raise IndexError(f"block table: {what} {int(values[wrong][0])} is not in 0..{high - 1}")
         self.blocks[writes.row, writes.column] = writes.virtual
 
+    def tables(self) -> tuple[dict[str, Int64], NDArray[np.int32]]:
+        """`({group: [ids + 1] physical pages}, block table [rows, columns])` as forwards use them."""
+        every = {name: np.arange(len(mirror.table), dtype=np.int32) for name, mirror in self.mirrors.items()}
+        return {name: mirror.translate(every[name]) for name, mirror in self.mirrors.items()}, self.blocks
+
     def forward(self, step: Step) -> Tensor:
         """Logits `[len(step.samples), vocab]` in the model's dtype."""
         return self._forward(step)[0]
@@ -176,7 +182,13 @@ class Runner:
         assert (counts > 0).all()
         positions = np.arange(len(step.tokens)) + np.repeat(past - query_start[:-1], counts)
         groups = {
-            group.name: group_batch(group, query_start, past, self._lookup(group.name, step.rows))
+            group.name: group_batch(
+                group,
+                query_start,
+                past,
+                self._lookup(group.name, step.rows),
+                chunked=group.name in self.layout.chunked,
+            )
             for group in self._tokens
         }
         if self._mixers:
@@ -195,7 +207,7 @@ class Runner:
         return lambda sequence, column: mirror.translate(self.blocks[rows[sequence], column])
 
     def _call(self, step: Step, positions: Tensor, groups: Mapping[str, GroupBatch]) -> tuple[Tensor, Tensor]:
-        batch = AttentionBatch(groups, self.layout.layer_group, self.layout.owner, self.caches, self.scratch)
+        batch = AttentionBatch(groups, self.layout.layer_group, self.layout.owner, self.caches, self.scratch, positions)
         inputs = {
             "input_ids": _index(step.tokens)[None],
             "position_ids": positions[None],
@@ -205,7 +217,7 @@ class Runner:
         wanted = torch.tensor([sample.index for sample in step.samples], dtype=torch.int64)
         if step.samples and not step.scores:
             return self.model(**inputs, logits_to_keep=wanted).logits[0], torch.empty(0)
-        hidden = self.model.base_model(**inputs).last_hidden_state[0]
+        hidden = self._decoder(**inputs).last_hidden_state[0]
         logits = self.head(hidden[wanted]) if step.samples else torch.empty(0, self.layout.vocab_size)
         return logits, hidden if step.scores else torch.empty(0)
 
@@ -224,8 +236,12 @@ class Runner:
 
 def _layer_caches(arena: Tensor, layout: ModelLayout) -> dict[int, LayerCache]:
     groups = {group.name: group for group in layout.groups}
-    return {
-        layer: LayerCache(*(PartView.of(arena, groups[layout.layer_group[layer]], f"{layer}.{x}") for x in "kv"))
-        for layer, owner in layout.owner.items()
-        if owner == layer
-    }
+    caches = {}
+    for layer, owner in layout.owner.items():
+        if owner == layer:
+            group = groups[layout.layer_group[layer]]
+            names = {part.name for part in group.spec.parts}
+            key = PartView.of(arena, group, f"{layer}.k")
+            value = PartView.of(arena, group, f"{layer}.v") if f"{layer}.v" in names else None
+            caches[layer] = LayerCache(key, value)
+    return caches

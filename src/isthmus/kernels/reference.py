@@ -12,7 +12,7 @@ replaced, not added to, and value rows there are zeroed before they meet a weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class LayerCache:
     """Where one layer's rows lie."""
 
     key: PartView
-    value: PartView
+    value: PartView | None  # None: values are the first elements of the keys (MLA)
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class Bucket:
 
     tokens: Tensor  # int64 [B]: their tokens in the flat batch
     pages: Tensor  # int64 [B * columns], 0 where a sequence has fewer
+    ages: Tensor  # int64 [B]: how many tokens before the sequence's token its first row lies
     hidden: Tensor | None  # bool [B, 1, 1, L]: rows that are not visible to the sequence's token
     foreign: Tensor | None  # int64: the same rows, as indices into [B * L]
 
@@ -156,33 +157,44 @@ class GroupBatch:
     chunks: tuple[Chunk, ...]
 
 
-def group_batch(group: Group, query_start: Int64, past: Int64, lookup: Lookup) -> GroupBatch:
-    """Turn a step into index tensors for one group.
+@dataclass(frozen=True)
+class Sight:
+    """What the queries of a group's layers see: everything before them, a window, or what came since the last multiple
+    of it (`chunked`)."""
+
+    window: int | None
+    chunked: bool = False
+
+    def first(self, position: Int64) -> Int64:
+        """The first position that a query sees."""
+        if self.window is None:
+            return np.zeros_like(position)
+        return position // self.window * self.window if self.chunked else np.maximum(position - self.window + 1, 0)
+
+
+def group_batch(group: Group, query_start: Int64, past: Int64, lookup: Lookup, *, chunked: bool = False) -> GroupBatch:
+    """Turn a step into index tensors for one group; `chunked`: its window is a chunk (`Sight`).
 
     query_start `[S + 1]` and past `[S]` as in `Step`. Raises IndexError naming the group if a token that must be
     read has no page; a sequence's last token always has one. Other tokens of a chunk may have none, if no later
     query can see them, and are not written then.
     """
-    page_size = group.spec.page_size
+    page_size, sight = group.spec.page_size, Sight(group.window, chunked)
     counts = np.diff(query_start)
     sequence = np.repeat(np.arange(len(counts)), counts)
     position = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - past, counts)
     pages = lookup(sequence, position // page_size)
     written = np.flatnonzero(pages)
     every = len(written) == len(pages)
-    decodes = np.flatnonzero(counts == 1)
+    decodes = list(_split(page_size, sight, np.flatnonzero(counts == 1), past))
     chunks = np.flatnonzero(counts > 1)
     return GroupBatch(
         None if every else torch.from_numpy(written),
         torch.from_numpy(pages if every else pages[written]),
         torch.from_numpy((position if every else position[written]) % page_size),
-        tuple(_bucket(group, part, query_start, past, lookup) for part in _split(group, decodes, past)),
-        tuple(_chunk(group, int(s), query_start, past, lookup) for s in chunks),
+        tuple(_bucket(group, sight, some, query_start, past, lookup) for some in decodes),
+        tuple(_chunk(group, sight, int(s), query_start, past, lookup) for s in chunks),
     )
-
-
-def _first_visible(group: Group, position: Int64) -> Int64:
-    return np.zeros_like(position) if group.window is None else np.maximum(position - group.window + 1, 0)
 
 
 def _bound(group: Group, pages: Int64) -> Tensor:
@@ -191,11 +203,10 @@ def _bound(group: Group, pages: Int64) -> Tensor:
     return torch.from_numpy(pages)
 
 
-def _split(group: Group, decodes: Int64, past: Int64) -> Iterator[Int64]:
+def _split(page_size: int, sight: Sight, decodes: Int64, past: Int64) -> Iterator[Int64]:
     """Sort decodes by the pages they read and cut where padding would cost more than another bucket."""
-    page_size = group.spec.page_size
     position = past[decodes]
-    columns = position // page_size - _first_visible(group, position) // page_size + 1
+    columns = position // page_size - sight.first(position) // page_size + 1
     order = np.argsort(-columns, kind="stable")
     start, padding, read = 0, 0, 0
     for i, n in enumerate(columns[order].tolist()):
@@ -208,10 +219,10 @@ def _split(group: Group, decodes: Int64, past: Int64) -> Iterator[Int64]:
         yield decodes[order[start:]]
 
 
-def _bucket(group: Group, members: Int64, query_start: Int64, past: Int64, lookup: Lookup) -> Bucket:
+def _bucket(group: Group, sight: Sight, members: Int64, query_start: Int64, past: Int64, lookup: Lookup) -> Bucket:
     page_size = group.spec.page_size
     position = past[members][:, None]
-    visible = _first_visible(group, position)
+    visible = sight.first(position)
     first, last = visible // page_size, position // page_size
     column = first + np.arange(int((last - first).max()) + 1)
     inside = column <= last
@@ -224,14 +235,15 @@ def _bucket(group: Group, members: Int64, query_start: Int64, past: Int64, looku
     return Bucket(
         torch.from_numpy(query_start[members]),
         torch.from_numpy(pages.ravel()),
+        torch.from_numpy((position - first * page_size)[:, 0]),
         torch.from_numpy(hidden)[:, None, None] if some else None,
         torch.from_numpy(foreign) if some else None,
     )
 
 
-def _chunk(group: Group, s: int, query_start: Int64, past: Int64, lookup: Lookup) -> Chunk:
+def _chunk(group: Group, sight: Sight, s: int, query_start: Int64, past: Int64, lookup: Lookup) -> Chunk:
     page_size, start = group.spec.page_size, int(past[s])
-    low = int(_first_visible(group, past[s : s + 1])[0])
+    low = int(sight.first(past[s : s + 1])[0])
     first = low // page_size
     column = np.arange(first, -(-start // page_size) if low < start else first)
     skip = low - first * page_size if len(column) else 0
@@ -239,23 +251,32 @@ def _chunk(group: Group, s: int, query_start: Int64, past: Int64, lookup: Lookup
         slice(int(query_start[s]), int(query_start[s + 1])),
         _bound(group, lookup(np.full(len(column), s), column)),
         slice(skip, skip + start - low),
-        tuple(_blocks(int(query_start[s + 1] - query_start[s]), start - low, group.window)),
+        tuple(_blocks(int(query_start[s + 1] - query_start[s]), start - low, start, sight)),
     )
 
 
-def _blocks(queries: int, cached: int, window: int | None) -> Iterator[Block]:
-    size = max(16, min(QUERY_BLOCK, BLOCK_SCORES // (cached + queries)))
-    for i in range(0, queries, size):
+def _blocks(queries: int, cached: int, past: int, sight: Sight) -> Iterator[Block]:
+    """Blocks of the chunk's queries, over `cached` rows and its own; its first token is at position `past`."""
+    size, i = max(16, min(QUERY_BLOCK, BLOCK_SCORES // (cached + queries))), 0
+    while i < queries:
         n = min(size, queries - i)
+        inside = (past + i) % sight.window if sight.window is not None and sight.chunked else 0
+        if sight.chunked:
+            assert sight.window is not None
+            n = min(n, sight.window - inside)  # all of a block see from the same key on
         end = cached + i + n
         # Query i + r sees keys (cached + i + r - window, cached + i + r].
-        begin = 0 if window is None else max(0, cached + i - window + 1)
+        begin, passed = 0, None
+        if sight.chunked:
+            begin = cached + i - inside
+        elif sight.window is not None:
+            begin = max(0, cached + i - sight.window + 1)
+            if end - 1 - sight.window >= begin:
+                width = end - sight.window - begin
+                passed = torch.ones(n, width, dtype=torch.bool).tril(cached + i - sight.window - begin)
         causal = torch.ones(n, n, dtype=torch.bool).triu(1)
-        passed = None
-        if window is not None and end - 1 - window >= begin:
-            width = end - window - begin
-            passed = torch.ones(n, width, dtype=torch.bool).tril(cached + i - window - begin)
         yield Block(slice(i, i + n), slice(begin, end), causal, passed)
+        i += n
 
 
 @dataclass(frozen=True)
@@ -265,11 +286,23 @@ class Scoring:
     scaling: float
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap), before any mask
     sinks: Tensor | None = None  # [heads]: one more score per head, in the denominator only
+    relative: Tensor | None = None  # [T, heads, distances]: added for the key so many tokens before; none farther
 
     def scores(self, products: Tensor) -> Tensor:
         """fp32 scores of q.k products, in place where they are fp32 already."""
         scores = products.float().mul_(self.scaling)
         return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def of(self, tokens: Tensor | slice) -> Scoring:
+        """Of some of the tokens."""
+        return self if self.relative is None else replace(self, relative=self.relative[tokens])
+
+    def add_relative(self, scores: Tensor, distance: Tensor) -> None:
+        """Change scores `[tokens, heads, keys]`; distance int64 `[tokens, keys]`, where negative anything may come."""
+        assert self.relative is not None
+        most = self.relative.shape[-1]
+        index = distance.clamp(0, most - 1)[:, None].expand(scores.shape)
+        scores += self.relative.float().gather(-1, index).masked_fill_((distance >= most)[:, None], 0.0)
 
     def weights(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
         """Softmax over the last dim of fp32 `[.., kv_heads, group, queries, keys]`."""
@@ -300,17 +333,24 @@ def attend(
     """
     if write and len(batch.write_pages):
         for part, own in ((cache.key, key), (cache.value, value)):
+            if part is None:
+                continue
             rows = own if batch.written is None else own.index_select(0, batch.written)
             part.write(batch.write_pages, batch.write_offsets, rows)
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
     for bucket in batch.buckets:
-        out.index_copy_(0, bucket.tokens, _decode(query.index_select(0, bucket.tokens), cache, bucket, how, scratch))
+        queries = query.index_select(0, bucket.tokens)
+        rows = _decode(queries, cache, value.shape[2], bucket, how.of(bucket.tokens), scratch)
+        out.index_copy_(0, bucket.tokens, rows)
     for chunk in batch.chunks:
         keys = _rows(cache.key, chunk, key[chunk.tokens], scratch.key)
-        values = _rows(cache.value, chunk, value[chunk.tokens], scratch.value)
+        if cache.value is None:
+            values = keys[..., : value.shape[2]]
+        else:
+            values = _rows(cache.value, chunk, value[chunk.tokens], scratch.value)
         for block in chunk.blocks:
-            queries = query[chunk.tokens][block.queries]
-            out[chunk.tokens][block.queries] = _score_block(queries, keys[block.keys], values[block.keys], block, how)
+            queries, mine = query[chunk.tokens][block.queries], how.of(chunk.tokens).of(block.queries)
+            out[chunk.tokens][block.queries] = _score_block(queries, keys[block.keys], values[block.keys], block, mine)
     return out
 
 
@@ -325,20 +365,23 @@ def _rows(part: PartView, chunk: Chunk, own: Tensor, buffer: Buffer) -> Tensor:
     return rows[chunk.cached.start : end].to(own.dtype)
 
 
-def _decode(query: Tensor, cache: LayerCache, bucket: Bucket, how: Scoring, scratch: Scratch) -> Tensor:
+def _decode(query: Tensor, cache: LayerCache, v_dim: int, bucket: Bucket, how: Scoring, scratch: Scratch) -> Tensor:
     """`[B, heads, k_dim]` -> `[B, heads, v_dim]`; the tokens' own rows are in their pages already."""
     count, heads, _ = query.shape
     kv_heads = cache.key.heads
-    keys = cache.key.read(bucket.pages, scratch.key)
-    values = cache.value.read(bucket.pages, scratch.value).to(query.dtype)  # fp8 has no `index_fill_`
+    keys = cache.key.read(bucket.pages, scratch.key).to(query.dtype)
+    # fp8 has no `index_fill_`
+    values = keys if cache.value is None else cache.value.read(bucket.pages, scratch.value).to(query.dtype)
     if bucket.foreign is not None:
         values.index_fill_(0, bucket.foreign, 0)
-    keys = keys.view(count, -1, kv_heads, cache.key.dim).to(query.dtype)
-    values = values.view(count, -1, kv_heads, cache.value.dim)
+    keys = keys.view(count, -1, kv_heads, cache.key.dim)
+    values = values.view(count, -1, kv_heads, values.shape[-1])[..., :v_dim]
     grouped = query.view(count, kv_heads, heads // kv_heads, -1)
     # One product per head: heads interleave in a row, and a four-dimensional product would copy all of it.
     products = [torch.bmm(grouped[:, h], keys[:, :, h].transpose(1, 2)) for h in range(kv_heads)]
     scores = how.scores(torch.stack(products, 1)).unsqueeze(3)
+    if how.relative is not None:
+        how.add_relative(scores.view(count, heads, -1), bucket.ages[:, None] - torch.arange(scores.shape[-1]))
     if bucket.hidden is not None:
         scores.masked_fill_(bucket.hidden.unsqueeze(1), float("-inf"))
     weights = how.weights(scores, query.dtype).squeeze(3)
@@ -353,6 +396,9 @@ def _score_block(query: Tensor, keys: Tensor, values: Tensor, block: Block, how:
     grouped = query.transpose(0, 1).reshape(kv_heads, -1, k_dim)
     products = torch.bmm(grouped, keys.permute(1, 2, 0))
     scores = how.scores(products).view(kv_heads, heads // kv_heads, n, -1)
+    if how.relative is not None:
+        keys_before = torch.arange(n)[:, None] + keys.shape[0] - n - torch.arange(keys.shape[0])
+        how.add_relative(scores.view(heads, n, -1).transpose(0, 1), keys_before)
     scores[..., -n:].masked_fill_(block.causal, float("-inf"))
     if block.passed is not None:
         scores[..., : block.passed.shape[1]].masked_fill_(block.passed, float("-inf"))

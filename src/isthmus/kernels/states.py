@@ -175,10 +175,10 @@ def causal_conv(step: StateStep, view: Tensor, x: Tensor, weight: Tensor, bias: 
         weight: `[C, K]`.
         bias: `[C]`.
 
-    Returns `[T, C]` in x's dtype.
+    Returns `[T, C]` in x's dtype; sums are fp32.
     """
     width = weight.shape[1]
-    old, taps = step.load(view).to(x.dtype), weight.t()
+    old, taps = step.load(view).to(x.dtype), weight.t().float()
     if step.only_decodes:
         window = torch.cat((old, x[:, None]), 1)  # in the order of the sequences, which is that of their tokens
         step.store(view, window[:, 1:])
@@ -192,4 +192,4 @@ def causal_conv(step: StateStep, view: Tensor, x: Tensor, weight: Tensor, bias: 
         out = extended[where.own] * taps[width - 1]
         for k in range(width - 1):
             out.addcmul_(extended[where.own - (width - 1 - k)], taps[k])
-    return out if bias is None else out + bias
+    return (out if bias is None else out + bias).to(x.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from isthmus.kernels.reference import GroupBatch, LayerCache, Scoring, Scratch, attend
+from isthmus.model.latent import LATENT, Latent
 
 NAME = "isthmus"
 """The `attn_implementation` to build models with."""
@@ -23,6 +24,11 @@ NAME = "isthmus"
 
 class Attend(Protocol):
     """What a forward of the model does in its attention layers."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]: where each token stands in its sequence."""
+        ...
 
     def attend(
         self,
@@ -36,7 +42,8 @@ class Attend(Protocol):
     ) -> Tensor:
         """query `[1, heads, T, k_dim]`, key and value `[1, kv_heads, T, dim]` -> `[1, T, heads, v_dim]`.
 
-        `others` are keyword arguments of the call that nobody here has a meaning for.
+        `others` are keyword arguments of the call that nobody here has a meaning for; and "chunked", where true: the
+        window is a chunk, and a token sees what comes from the last multiple of it on.
         """
         ...
 
@@ -50,6 +57,7 @@ class AttentionBatch:
     owner: Mapping[int, int]  # the layer whose rows a layer reads
     caches: Mapping[int, LayerCache]  # of each owner
     scratch: Scratch
+    positions: Tensor  # int64 [T]
 
     def attend(
         self,
@@ -82,15 +90,23 @@ def isthmus_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    relative: Tensor | None = None,
     attention_batch: Attend | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The registered function, with the signature Transformers calls. ValueError without `attention_batch`."""
+    """The registered function, with the signature Transformers calls. ValueError without `attention_batch`.
+
+    relative: `[T, heads, distances]`, added to the score of the key so many tokens before the query; none farther.
+    """
     if attention_batch is None:
         raise ValueError('attn_implementation="isthmus" needs attention_batch=... in the call of the model')
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = Scoring(scaling, softcap, s_aux)
-    return attention_batch.attend(module, query, key, value, how, sliding_window, others), None
+    how = Scoring(scaling, softcap, s_aux, relative)
+    latent: Latent | None = getattr(module, LATENT, None)
+    if latent is None:
+        return attention_batch.attend(module, query, key, value, how, sliding_window, others), None
+    out = attention_batch.attend(module, latent.absorb(query), key, value, how, sliding_window, others)
+    return latent.expand(out), None
 
 
 AttentionInterface.register(NAME, isthmus_attention)

@@ -77,6 +77,7 @@ class DeviceBatch:
         num_programs: Mapping[str, int],
     ) -> None:
         self.step: Mapping[str, GroupStep] = {}  # by group
+        self.positions = torch.empty(0, dtype=torch.int64)  # [T], of the step
         self._layer_group = layer_group
         self._owner = owner
         self._pages = pages

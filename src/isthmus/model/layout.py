@@ -9,24 +9,22 @@ keeps state between tokens is refused with that layer's name.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from isthmus.errors import ModelError
-from isthmus.kernels.reference import Scoring
 from isthmus.memory import Group, LayerKV, kv_spec, state_spec
-from isthmus.model.attention import NAME
-from isthmus.model.mixers import mixers, teach
-from isthmus.model.mixers.base import Mixer
+from isthmus.model.latent import LATENT, compress
+from isthmus.model.mixers import mixers, stand_ins, teach
+from isthmus.model.probe import Call, Trace
 
 TAUGHT_TYPES = {
     "full_attention": False,
     "sliding_attention": True,
+    "chunked_attention": True,
     "linear_attention": None,
     "conv": None,
     "hybrid": False,
@@ -36,8 +34,6 @@ TAUGHT_TYPES = {
 }
 """Entries of a config's `layer_types` that can be served, and whether their attention, if they have one, has a window;
 None: they have none."""
-
-_HARMLESS_ARGUMENTS = {"position_ids", "cache_position"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,9 @@ class ModelLayout:
     heads: Mapping[int, int]  # query heads of every attention layer
     vocab_size: int
     max_model_len: int
+    chunked: frozenset[str] = frozenset()
+    """Window groups whose layers see from the last multiple of the window on, which is less than the window: they cache
+    a window all the same."""
 
     def describe(self) -> str:
         """One line per group, for the log."""
@@ -61,51 +60,14 @@ class ModelLayout:
                 continue
             layers = [layer for layer, name in self.layer_group.items() if name == group.name]
             owners = [layer for layer in layers if self.owner[layer] == layer]
-            window = "" if group.window is None else f", window {group.window}"
+            seen = "chunks of" if group.name in self.chunked else "window"
+            window = "" if group.window is None else f", {seen} {group.window}"
             shared = "" if len(layers) == len(owners) else f" (and {len(layers) - len(owners)} that share their rows)"
             lines.append(
                 f"{group.name}: {len(owners)} layers{shared}{window}, {group.spec.token_bytes:,.0f} bytes a token, "
                 f"pages of {group.spec.page_size} tokens and {group.spec.page_bytes:,} bytes"
             )
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of the attention function."""
-
-    module: nn.Module
-    heads: int  # of the query
-    key: Tensor
-    value: Tensor
-    window: int | None
-    unknown: tuple[str, ...]  # tensor arguments without a meaning here: a bias, an index, ...
-
-
-class _Trace:
-    """Stands in for a step (`Attend`) and notes every call."""
-
-    def __init__(self) -> None:
-        self.calls: dict[nn.Module, list[_Call]] = {}
-        self.mixed: set[Mixer] = set()
-
-    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        self.mixed.add(mixer)
-        return torch.zeros_like(hidden)
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        how: Scoring,
-        window: int | None,
-        others: Mapping[str, object],
-    ) -> Tensor:
-        unknown = tuple(n for n, x in others.items() if isinstance(x, Tensor) and n not in _HARMLESS_ARGUMENTS)
-        self.calls.setdefault(module, []).append(_Call(module, query.shape[1], key, value, window, unknown))
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def derive(model: PreTrainedModel, page_size: int, cache_dtype: str) -> ModelLayout:
@@ -118,91 +80,56 @@ def derive(model: PreTrainedModel, page_size: int, cache_dtype: str) -> ModelLay
     config = model.config.get_text_config()
     layers = decoder_layers(model)
     teach(layers)
-    trace = _Trace()
-    failure: Exception | None = None
-    try:
-        _probe(model, trace)
-    except Exception as error:  # a mixer that cannot run here is named below, with this as its cause
-        failure = error
+    compress(module for layer in layers for module in layer.modules())
+    trace = Trace.of(model, layers)
+    failure = trace.failure  # a module that cannot run here is named below, with this as its cause
     layer_types = getattr(config, "layer_types", None) or [None] * len(layers)
-    calls: dict[int, _Call] = {}
+    calls: dict[int, Call] = {}
     for i, layer in enumerate(layers):
-        reason = _objection(layer, trace, layer_types[i])
+        reason = _objection(i, layer, trace, layer_types[i])
         if reason is not None:
             raise ModelError(f"layer {i} of {config.model_type} cannot be served: {reason}") from failure
         calls.update((i, trace.calls[m][0]) for m in layer.modules() if m in trace.calls)
     if failure is not None:
         raise ModelError(f"{config.model_type} cannot be served: its forward fails: {failure}") from failure
-    parts = [
-        (f"{mixer.layer}.{part.name}", part.shape, part.dtype)
-        for layer in layers
-        for mixer in mixers(layer)
-        for part in mixer.parts
-    ]
-    states = [Group("state", state_spec(parts), "state")] if parts else []
     owner = _owners(calls)
-    token_groups, layer_group = _token_groups(calls, owner, page_size, cache_dtype)
-    heads = {i: call.heads for i, call in calls.items()}
-    most = config.max_position_embeddings
-    return ModelLayout((*token_groups, *states), layer_group, owner, heads, config.vocab_size, most)
+    names = _names(calls)
+    token_groups = _token_groups(calls, owner, names, page_size, cache_dtype)
+    return ModelLayout(
+        (*token_groups, *_state_groups(layers)),
+        names,
+        owner,
+        {i: call.heads for i, call in calls.items()},
+        config.vocab_size,
+        config.max_position_embeddings,
+        frozenset(names[i] for i, call in calls.items() if call.chunked),
+    )
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of the text model, in order. ModelError if there is no such list."""
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The module that has the decoder layers of the text model and gives hidden states. ModelError if there is none."""
     config = model.config.get_text_config()
     count = config.num_hidden_layers
     for module in model.modules():
         layers = getattr(module, "layers", None)
         text = getattr(module, "config", None) is config  # and not, say, the vision tower of the same model
         if text and isinstance(layers, nn.ModuleList) and len(layers) >= count:
-            return list(layers[:count])
+            found: nn.Module = module
+            return found
     raise ModelError(f"{config.model_type} has no list of {count} decoder layers to derive a memory layout from")
 
 
-def _probe(model: PreTrainedModel, trace: _Trace) -> None:
-    device = next(model.parameters()).device
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    positions = torch.arange(2, device=device)[None]
-    implementation = model.config.get_text_config()._attn_implementation
-    assert implementation == NAME, f"the model was built with attn_implementation={implementation!r}"
-    for mixer in mixers(model):
-        mixer.batch = trace
-    try:
-        with torch.inference_mode(), _experts_stubbed(model):
-            model(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=torch.ones(1, dtype=torch.long, device=device),
-                attention_batch=trace,
-            )
-    finally:
-        for mixer in mixers(model):
-            mixer.batch = None
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers of the text model, in order. ModelError if there is no such list."""
+    layers: Sequence[nn.Module] = decoder(model).layers  # type: ignore[assignment]
+    return list(layers[: model.config.get_text_config().num_hidden_layers])
 
 
-@contextlib.contextmanager
-def _experts_stubbed(model: nn.Module) -> Iterator[None]:
-    """Experts keep their input's shape, but route by value, which the meta device does not have."""
-
-    def zeros(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return torch.zeros_like(hidden_states)
-
-    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
-    for module in experts:
-        module.forward = zeros
-    try:
-        yield
-    finally:
-        for module in experts:
-            del module.forward
-
-
-def _objection(layer: nn.Module, trace: _Trace, layer_type: str | None) -> str | None:
+def _objection(i: int, layer: nn.Module, trace: Trace, layer_type: str | None) -> str | None:
     """Why a layer cannot be served, naming the module; None if it can."""
     if layer_type not in (None, *TAUGHT_TYPES):
         return f"it is {layer_type!r}, which is not one of {', '.join(TAUGHT_TYPES)}"
-    taught = {module for mixer in mixers(layer) for module in mixer.module.modules()}
+    taught = {module for stand_in in stand_ins(layer) for module in stand_in.module.modules()}
     # What keeps state between tokens knows its layer, to find it in Transformers' cache, or looks at several tokens.
     stateful = [
         m
@@ -215,27 +142,31 @@ def _objection(layer: nn.Module, trace: _Trace, layer_type: str | None) -> str |
     ]
     if stateful:
         return f"{type(stateful[0]).__name__} keeps state of a kind that is not known yet"
-    unused = [mixer for mixer in mixers(layer) if mixer.parts and mixer not in trace.mixed]
+    unused = [mixer for mixer in mixers(layer) if mixer not in trace.mixed]
     if unused:
         return f"{type(layer).__name__} does not call its {type(unused[0].module).__name__}"
+    counting = next((m for m in layer.modules() if m in trace.counts), None)
+    if counting is not None:
+        return f"{type(counting).__name__} counts positions of its own, which a batch of several sequences has not"
     calls = [call for module in layer.modules() for call in trace.calls.get(module, ())]
     if len(calls) > 1:
         return f"{type(layer).__name__} calls the attention function {len(calls)} times, not once"
-    return _call_objection(calls[0], layer_type) if calls else None
+    return _objection_to(i, calls[0], layer_type) if calls else None
 
 
-def _call_objection(call: _Call, layer_type: str | None) -> str | None:
+def _objection_to(i: int, call: Call, layer_type: str | None) -> str | None:
     windowed = call.window is not None
     wanted = TAUGHT_TYPES.get(str(layer_type))
     objections = (
         (wanted is not None and windowed != wanted, f"is {layer_type!r} with the window {call.window}"),
         (not getattr(call.module, "is_causal", True), "is not causal"),
+        (getattr(call.module, "layer_idx", i) != i, "takes itself for another layer's"),
         (bool(call.unknown), f"passes {', '.join(call.unknown)} to the attention function"),
     )
     return next((f"{type(call.module).__name__} {text}" for wrong, text in objections if wrong), None)
 
 
-def _owners(calls: Mapping[int, _Call]) -> dict[int, int]:
+def _owners(calls: Mapping[int, Call]) -> dict[int, int]:
     """The layer whose rows each layer reads. One that shares is handed the very tensors its owner computed."""
     first: dict[int, int] = {}
     owner = {i: first.setdefault(id(call.key), i) for i, call in calls.items()}
@@ -244,21 +175,46 @@ def _owners(calls: Mapping[int, _Call]) -> dict[int, int]:
     return owner
 
 
+def _names(calls: Mapping[int, Call]) -> dict[int, str]:
+    """The group of each attention layer."""
+    spans = {(call.window, call.chunked) for call in calls.values()}
+
+    def name(call: Call) -> str:
+        if call.window is None:
+            return "full"
+        alike = [window for window, chunked in spans if window is not None and chunked == call.chunked]
+        return ("chunk" if call.chunked else "window") + ("" if len(alike) == 1 else str(call.window))
+
+    return {i: name(call) for i, call in calls.items()}
+
+
 def _token_groups(
-    calls: Mapping[int, _Call], owner: Mapping[int, int], page_size: int, cache_dtype: str
-) -> tuple[list[Group], dict[int, str]]:
-    """The groups of the attention layers, and the group of each layer."""
-    windows = sorted({call.window for call in calls.values() if call.window is not None})
-    names: dict[int | None, str] = {w: "window" if len(windows) == 1 else f"window{w}" for w in windows}
-    names[None] = "full"
+    calls: Mapping[int, Call], owner: Mapping[int, int], names: Mapping[int, str], page_size: int, cache_dtype: str
+) -> list[Group]:
+    """The groups of the attention layers: without a window first, then from narrow to wide."""
+    members: dict[str, list[int]] = {}
+    for i in sorted(calls, key=lambda i: (calls[i].window or 0, calls[i].chunked, i)):
+        if owner[i] == i:
+            members.setdefault(names[i], []).append(i)
     groups = []
-    for window in (None, *windows):
-        mine = [i for i, call in calls.items() if call.window == window and owner[i] == i]
-        if mine:
-            spec = kv_spec([_layer_kv(i, calls[i], cache_dtype) for i in mine], page_size)
-            groups.append(Group(names[window], spec, "append" if window is None else "window", window))
-    return groups, {i: names[call.window] for i, call in calls.items()}
+    for name, mine in members.items():
+        spec = kv_spec([_layer_kv(i, calls[i], cache_dtype) for i in mine], page_size)
+        window = calls[mine[0]].window
+        groups.append(Group(name, spec, "append" if window is None else "window", window))
+    return groups
 
 
-def _layer_kv(layer: int, call: _Call, dtype: str) -> LayerKV:
-    return LayerKV(layer, call.key.shape[1], call.key.shape[3], call.value.shape[3], dtype)
+def _state_groups(layers: Sequence[nn.Module]) -> list[Group]:
+    """The group of the states, if there are any."""
+    parts = [
+        (f"{mixer.layer}.{part.name}", part.shape, part.dtype)
+        for layer in layers
+        for mixer in mixers(layer)
+        for part in mixer.parts
+    ]
+    return [Group("state", state_spec(parts), "state")] if parts else []
+
+
+def _layer_kv(layer: int, call: Call, dtype: str) -> LayerKV:
+    v_dim = 0 if hasattr(call.module, LATENT) else call.value.shape[3]
+    return LayerKV(layer, call.key.shape[1], call.key.shape[3], v_dim, dtype)

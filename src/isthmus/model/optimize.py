@@ -19,6 +19,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from isthmus.model.latent import LATENT
+
 _log = logging.getLogger(__name__)
 
 MERGES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -64,7 +66,7 @@ def optimize(model: nn.Module) -> Optimized:
     packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if _is_linear(child):
+            if _is_linear(child) and not (name == "kv_b_proj" and hasattr(module, LATENT)):  # its parts are read apart
                 setattr(module, name, PackedLinear(child))
                 packed += 1
     return Optimized(merged, gated, packed + gated)

@@ -1,4 +1,4 @@
-"""What every mixer has in common."""
+"""What everything that stands in for a module has in common."""
 
 from __future__ import annotations
 
@@ -37,24 +37,33 @@ class Mix(Protocol):
         ...
 
 
-class Mixer(ABC):
-    """Stands in for one module. `batch` is set by whoever runs the model, before each forward."""
+class StandIn(ABC):
+    """Stands in for one module."""
 
-    parts: tuple[StatePart, ...]
-    """What it keeps of a sequence; set by `__init__`."""
+    parts: tuple[StatePart, ...] = ()
+    """What it keeps of a sequence in its state page."""
 
     def __init__(self, module: nn.Module, layer: int) -> None:
         """`layer`: position among the decoder layers."""
         self.module: Any = module
         self.layer = layer
-        self.batch: Mix | None = None
+
+    @abstractmethod
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the module's forward: takes what it takes, returns what it returns. `[1, T, width]`."""
+
+
+class Mixer(StandIn):
+    """Stands in for a module with a state. `batch` is set by whoever runs the model, before each forward."""
+
+    batch: Mix | None = None
 
     @abstractmethod
     def mix(self, hidden: Tensor, states: LayerStates) -> Tensor:
         """The module's mathematics over a flat batch: `[T, width]` -> `[T, width]`."""
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
-        """In place of the module's forward. The others of its arguments are masks and caches that nobody needs."""
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See `StandIn`. The others of the arguments are masks and caches that nobody needs."""
         if self.batch is None:
             raise ValueError(f"{type(self.module).__name__} runs over state pages: set the mixer's batch first")
         return self.batch.mix(self, hidden_states)

@@ -65,7 +65,8 @@ class DeltaNet(Mixer):
         query, key, value = self._heads(self._convolve(qkv, states))
         out = states.apply(self.rule, "recurrent", query, key, value, decay, beta)
         normed: Tensor = self.norm(out.flatten(0, 1), gate.reshape(-1, self.shape.v_dim))
-        return self.output(normed.view_as(out).flatten(1))
+        mixed: Tensor = self.output(normed.view_as(out).flatten(1))
+        return mixed
 
     def _convolve(self, x: Tensor, states: LayerStates) -> Tensor:
         """In the dtype of the convolution's weights, which may be wider than that of the model."""
@@ -77,11 +78,11 @@ class DeltaNet(Mixer):
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.shape
         keys = shape.key_heads * shape.k_dim
-        query, key, value = qkv.split((keys, keys, shape.heads * shape.v_dim), -1)
+        query, key, value = torch.split(qkv, [keys, keys, shape.heads * shape.v_dim], -1)
         return (
-            query.unflatten(-1, (-1, shape.k_dim)),
-            key.unflatten(-1, (-1, shape.k_dim)),
-            value.unflatten(-1, (-1, shape.v_dim)),
+            torch.unflatten(query, -1, (-1, shape.k_dim)),
+            torch.unflatten(key, -1, (-1, shape.k_dim)),
+            torch.unflatten(value, -1, (-1, shape.v_dim)),
         )
 
 

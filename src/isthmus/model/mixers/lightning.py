@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,6 @@ class Lightning(Mixer):
         out: Tensor = m.out_proj(torch.sigmoid(m.output_gate(hidden)) * m.norm(y.flatten(1)))
         return out
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """See `Mixer`; the second is nobody's attention weights."""
         return super().forward(hidden_states), None

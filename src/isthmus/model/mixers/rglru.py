@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -36,7 +38,7 @@ class RecurrentBlock(Mixer):
         out: Tensor = m.linear_out(x * m.act_fn(m.linear_y(hidden)))
         return out
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """See `Mixer`; the second is nobody's attention weights."""
         return super().forward(hidden_states), None
 

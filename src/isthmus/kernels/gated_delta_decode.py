@@ -1,0 +1,152 @@
+"""One token per sequence of the gated delta rule, on states where they lie: each is read once and written once.
+
+A program has some columns of one head's state. Fading, what the state has for the key, and the write concern every
+column by itself, so programs share nothing.
+"""
+# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isthmus.kernels.gated_delta import UNIT
+from isthmus.kernels.views import VECTOR_BYTES, stride
+
+COLUMNS = 32
+"""Of a state per program: rows of 128 bytes."""
+
+
+@triton.jit
+def _unit(b_row: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
+    b_wide = b_row.to(tl.float32)
+    return b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, 0) + UNIT)
+
+
+@triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_tokens", "page_vectors"])
+def _decode_kernel(
+    p_state: tl.tensor,
+    p_pages: tl.tensor,
+    p_fresh: tl.tensor,
+    p_tokens: tl.tensor,
+    p_query: tl.tensor,
+    p_key: tl.tensor,
+    p_value: tl.tensor,
+    p_decay: tl.tensor,
+    p_beta: tl.tensor,
+    p_out: tl.tensor,
+    scaling: tl.float32,
+    query_token: tl.int64,
+    key_token: tl.int64,
+    value_token: tl.int64,
+    decay_token: tl.int64,
+    beta_token: tl.int64,
+    out_token: tl.int64,
+    page_vectors: tl.int32,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    i_column = tl.program_id(0)
+    i_head = tl.program_id(1)
+    i_lane = tl.program_id(2)
+    page = tl.load(p_pages + i_lane).to(tl.int64)
+    if page != 0:
+        token = tl.load(p_tokens + i_lane).to(tl.int64)
+        o_key = tl.arange(0, BLOCK_K)
+        o_value = i_column * BLOCK_V + tl.arange(0, BLOCK_V)
+        live_key = o_key < K_DIM
+        live_value = o_value < V_DIM
+        inside = live_key[:, None] & live_value[None, :]
+        o_row = i_head // GROUP * K_DIM + o_key
+        b_query = _unit(tl.load(p_query + token * query_token + o_row, mask=live_key, other=0.0), UNIT) * scaling
+        b_key = _unit(tl.load(p_key + token * key_token + o_row, mask=live_key, other=0.0), UNIT)
+        b_value = tl.load(p_value + token * value_token + i_head * V_DIM + o_value, mask=live_value, other=0.0)
+        beta = tl.load(p_beta + token * beta_token + i_head).to(tl.float32)
+        p_fade = p_decay + token * decay_token
+        if CHANNELS > 1:
+            b_decay = tl.load(p_fade + i_head * K_DIM + o_key, mask=live_key, other=0.0)
+        else:
+            b_decay = tl.load(p_fade + i_head + tl.zeros_like(o_key))
+        # The factor VECTOR tells the compiler how wide it may load.
+        p_own = p_state + page * page_vectors * VECTOR + i_head * (K_DIM * V_DIM)
+        p_own = p_own + o_key[:, None] * V_DIM + o_value[None, :]
+        known = inside & (tl.load(p_fresh + i_lane) == 0)
+        b_state = tl.load(p_own, mask=known, other=0.0) * tl.exp(b_decay.to(tl.float32))[:, None]
+        b_write = (b_value.to(tl.float32) - tl.sum(b_key[:, None] * b_state, 0)) * beta
+        b_state += b_key[:, None] * b_write[None, :]
+        tl.store(p_own, b_state, mask=inside)
+        b_out = tl.sum(b_query[:, None] * b_state, 0)
+        p_row = p_out + token * out_token + i_head * V_DIM + o_value
+        tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=live_value)
+
+
+def gated_delta_decode(
+    view: Tensor,
+    pages: Tensor,
+    fresh: Tensor,
+    tokens: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    out: Tensor,
+) -> None:
+    """`gated_delta_rule`, or with decay `[T, heads, K]` `kimi_delta_rule`, of n sequences with one token each.
+
+    Args:
+        view: fp32 `[pages, heads, K, V]` over the arena, changed in place.
+        pages: `[n]`, physical; a lane with page 0 is padding, for which nothing is read or written.
+        fresh: `[n]`, not zero where the state is zero, whatever the page holds.
+        tokens: `[n]`, of the flat batch.
+        query, key: `[T, key heads, K]`, heads of a token contiguous, as in all that follow.
+        value: `[T, heads, V]`.
+        decay: `[T, heads]` or `[T, heads, K]`.
+        beta: `[T, heads]`.
+        out: `[T, heads, V]`, written at `tokens`.
+    """
+    _, heads, k_dim, v_dim = view.shape
+    assert view.dtype == torch.float32, "states are fp32"
+    page_bytes = view.stride(0) * view.itemsize
+    assert page_bytes % VECTOR_BYTES == 0, "pages are multiples of 16 bytes"
+    block_v = min(COLUMNS, triton.next_power_of_2(v_dim))
+    if len(pages) == 0:
+        return
+    _decode_kernel[(triton.cdiv(v_dim, block_v), heads, len(pages))](
+        view,
+        pages,
+        fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh,
+        tokens,
+        query,
+        key,
+        value,
+        decay,
+        beta,
+        out,
+        k_dim**-0.5,
+        *(_token_stride(x) for x in (query, key, value, decay, beta, out)),
+        page_bytes // VECTOR_BYTES,
+        GROUP=heads // key.shape[1],
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        CHANNELS=k_dim if decay.dim() == 3 else 1,
+        VECTOR=VECTOR_BYTES // view.itemsize,
+        UNIT=UNIT,
+        BLOCK_K=triton.next_power_of_2(k_dim),
+        BLOCK_V=block_v,
+        num_warps=4,
+    )
+
+
+def _token_stride(x: Tensor) -> int:
+    assert x[0].is_contiguous(), "heads of a token are contiguous"
+    return stride(x, 0)
