@@ -21,8 +21,13 @@ ORDER = (
     ("server",),
     ("llm",),
     ("sim",),
-    ("flags", "env"),
+    ("replay",),
     ("plan",),
+    ("top",),
+    ("top_screen",),
+    ("top_parts", "top_stream"),
+    ("flags", "env"),
+    ("presets",),
     ("engine",),
     ("model",),
     ("kernels",),
@@ -46,7 +51,9 @@ TORCH_FREE = (
     "isthmus.engine.capacity",
     "isthmus.engine.core",
     "isthmus.params",
-    *(f"isthmus.{name}" for name in ("sim", "plan") if list(SOURCE.glob(f"{name}*"))),
+    "isthmus.presets",
+    "isthmus.plan.verb",
+    *(f"isthmus.{name}" for name in ("sim", "plan", "replay") if list(SOURCE.glob(f"{name}*"))),
 )
 
 BLOCKED = """

@@ -205,6 +205,10 @@ KIMI = {
 }
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "inkling": ("inkling_text", INKLING),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**SIZE, **HEADS, **EXPERTS, "layer_types": ["conv", F, "conv", "conv", F], "num_dense_layers": 1},
+    ),
     "lfm2": ("lfm2", {**SIZE, **HEADS, "layer_types": ["conv", F, "conv", "conv", F], "conv_bias": True}),
     "qwen3_next": ("qwen3_next", {**SIZE, **HEADS, **LINEAR, **EXPERTS, "layer_types": [L, L, L, F]}),
     "qwen3_5": ("qwen3_5_text", {**SIZE, **HEADS, **LINEAR, "layer_types": [L, L, L, F]}),
@@ -329,6 +333,22 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "block_size": 16,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {**SIZE, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2},
+    ),
+    "mamba": ("mamba", {**SIZE, "num_hidden_layers": 3, "state_size": 12}),
+    "falcon_mamba": ("falcon_mamba", {**SIZE, "num_hidden_layers": 3, "state_size": 12}),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            **SIZE,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 5,
+            "attention_window_size": WINDOW,
         },
     ),
 }

@@ -51,6 +51,9 @@ def paged(model: PreTrainedModel) -> PreTrainedModel:
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
     """Transformers' own greedy continuation, with its own cache."""
+    for module in model.modules():
+        if hasattr(module, "conv1d_state"):  # RecurrentGemma's, which outlives a call
+            module.conv1d_state = None
     tokens = torch.tensor([prompt])
     out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)
     continuation: list[int] = out[0, len(prompt) :].tolist()

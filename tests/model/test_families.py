@@ -48,7 +48,9 @@ class Served:
             walls = capacity.best_walls(layout.groups, self.arena_bytes, [(100, 100)])
         self.pool = Pool(self.arena_bytes, layout.groups, walls=walls)
         config = SchedulerConfig(max_num_seqs=min(4, self.budget), max_num_batched_tokens=self.budget)
-        self.scheduler = Scheduler(self.pool, config, max_model_len=LONGEST, prefix_caching=True)
+        self.scheduler = Scheduler(
+            self.pool, config, max_model_len=LONGEST, prefix_caching=True, page_size=self.page_size
+        )
         self.runner = Runner(self.model, layout, self.arena_bytes, self.pool.capacities, 8, argmax, poison=True)
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from isthmus.model.optimize import Merged, MergedPart, PackedLinear, optimize
-from tests.model.families import FAMILIES
+from tests.model.families import ATTENTION, FAMILIES
 from tests.model.harness import tiny
 
 SUPPORTED = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -38,7 +38,7 @@ def test_every_family_computes_the_same(family: str, rows: int) -> None:
     fast = copy.deepcopy(plain)
     report = optimize(fast)
     assert report.reason is None
-    assert report.merged > 0 or family == "phi3"  # whose are merged already
+    assert report.merged > 0 or family not in ATTENTION or family == "phi3"  # whose are merged already
     tokens = torch.arange(5, 5 + rows)[None]
     expected, slow, quick = (logits(model, tokens) for model in (exact, plain, fast))
     assert (quick - expected).abs().mean() < 2 * (slow - expected).abs().mean() + 1e-3

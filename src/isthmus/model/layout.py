@@ -35,6 +35,9 @@ TAUGHT_TYPES = {
 """Entries of a config's `layer_types` that can be served, and whether their attention, if they have one, has a window;
 None: they have none."""
 
+UNBOUNDED = 1 << 20
+"""Tokens that a model may have whose config sets no limit: it keeps states alone, whose size no length changes."""
+
 
 @dataclass(frozen=True)
 class ModelLayout:
@@ -79,19 +82,21 @@ def derive(model: PreTrainedModel, page_size: int, cache_dtype: str) -> ModelLay
     """
     config = model.config.get_text_config()
     layers = decoder_layers(model)
-    teach(layers)
+    teach(layers, model.dtype)
     compress(module for layer in layers for module in layer.modules())
     trace = Trace.of(model, layers)
-    failure = trace.failure  # a module that cannot run here is named below, with this as its cause
     layer_types = getattr(config, "layer_types", None) or [None] * len(layers)
     calls: dict[int, Call] = {}
     for i, layer in enumerate(layers):
-        reason = _objection(i, layer, trace, layer_types[i])
+        if trace.failure is not None and layer in trace.at_work:
+            reason: str | None = _broken(trace)
+        else:
+            reason = _objection(i, layer, trace, layer_types[i])
         if reason is not None:
-            raise ModelError(f"layer {i} of {config.model_type} cannot be served: {reason}") from failure
+            raise ModelError(f"layer {i} of {config.model_type} cannot be served: {reason}") from trace.failure
         calls.update((i, trace.calls[m][0]) for m in layer.modules() if m in trace.calls)
-    if failure is not None:
-        raise ModelError(f"{config.model_type} cannot be served: its forward fails: {failure}") from failure
+    if trace.failure is not None:
+        raise ModelError(f"{config.model_type} cannot be served: its forward fails: {trace.failure}") from trace.failure
     owner = _owners(calls)
     names = _names(calls)
     token_groups = _token_groups(calls, owner, names, page_size, cache_dtype)
@@ -101,7 +106,7 @@ def derive(model: PreTrainedModel, page_size: int, cache_dtype: str) -> ModelLay
         owner,
         {i: call.heads for i, call in calls.items()},
         config.vocab_size,
-        config.max_position_embeddings,
+        getattr(config, "max_position_embeddings", None) or UNBOUNDED,
         frozenset(names[i] for i, call in calls.items() if call.chunked),
     )
 
@@ -125,19 +130,34 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(layers[: model.config.get_text_config().num_hidden_layers])
 
 
+def _broken(trace: Trace) -> str:
+    """Why the layer cannot be served in which the forward broke off."""
+    taught = {
+        module for layer in trace.at_work for stand_in in stand_ins(layer) for module in stand_in.module.modules()
+    }
+    stateful = next((m for m in trace.at_work[1:] if _keeps_state(m) and m not in taught), None)
+    if stateful is not None:  # which is why it cannot run here
+        return f"{type(stateful).__name__} keeps state of a kind that is not known yet"
+    return f"{type(trace.at_work[-1]).__name__} fails: {trace.failure}"
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    """What keeps state between tokens knows its layer, to find it in Transformers' cache, or convolves tokens."""
+    return hasattr(module, "layer_idx") or isinstance(module, nn.Conv1d)
+
+
 def _objection(i: int, layer: nn.Module, trace: Trace, layer_type: str | None) -> str | None:
     """Why a layer cannot be served, naming the module; None if it can."""
     if layer_type not in (None, *TAUGHT_TYPES):
         return f"it is {layer_type!r}, which is not one of {', '.join(TAUGHT_TYPES)}"
     taught = {module for stand_in in stand_ins(layer) for module in stand_in.module.modules()}
-    # What keeps state between tokens knows its layer, to find it in Transformers' cache, or looks at several tokens.
     stateful = [
         m
         for m in layer.modules()
         if m is not layer
         and m not in taught
         and m not in trace.calls
-        and (hasattr(m, "layer_idx") or isinstance(m, nn.Conv1d))
+        and _keeps_state(m)
         and not any(inner in taught or inner in trace.calls for inner in m.modules())
     ]
     if stateful:

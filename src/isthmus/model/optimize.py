@@ -105,6 +105,7 @@ class PackedLinear(nn.Module):
         with torch.no_grad():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACK_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self.weight = linear.weight.detach().to("meta")  # whoever asks it for its dtype gets it; its values are gone
 
     def forward(self, x: Tensor) -> Tensor:
         """`[.., in_features]` -> `[.., out_features]`."""

@@ -42,6 +42,7 @@ class Trace:
         self.mixed: set[Mixer] = set()
         self.counts: set[nn.Module] = set()  # modules that make positions of their own
         self.failure: Exception | None = None  # what the forward broke off with
+        self.at_work: list[nn.Module] = []  # and where: a layer, then a module in it, and so on inwards
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Trace:
@@ -81,7 +82,7 @@ class Trace:
         for mixer in mixers(model):
             mixer.batch = self
         try:
-            with torch.inference_mode(), _experts_stubbed(model), _noting_positions(layers, self.counts):
+            with torch.inference_mode(), _experts_stubbed(model), _noting_positions(layers, self.counts, self.at_work):
                 model(
                     input_ids=torch.zeros_like(self.positions)[None],
                     position_ids=self.positions[None],
@@ -114,10 +115,10 @@ def _experts_stubbed(model: nn.Module) -> Iterator[None]:
 class _Arange(TorchFunctionMode):
     """Notes which module is at work when tokens are counted."""
 
-    def __init__(self, found: set[nn.Module]) -> None:
+    def __init__(self, found: set[nn.Module], at_work: list[nn.Module]) -> None:
         super().__init__()
         self.found = found
-        self.at_work: list[nn.Module] = []
+        self.at_work = at_work
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,9 +129,9 @@ class _Arange(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _noting_positions(layers: Sequence[nn.Module], found: set[nn.Module]) -> Iterator[None]:
+def _noting_positions(layers: Sequence[nn.Module], found: set[nn.Module], at_work: list[nn.Module]) -> Iterator[None]:
     """Modules that count tokens themselves take the batch for one sequence, and would be wrong in silence."""
-    mode = _Arange(found)
+    mode = _Arange(found, at_work)
 
     def enter(module: nn.Module, args: object) -> None:
         mode.at_work.append(module)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from isthmus.model.mixers.base import Mixer, StandIn
@@ -59,13 +60,16 @@ MIXERS: Mapping[str, type[StandIn]] = {
 _TAUGHT = "isthmus_mixer"
 
 
-def teach(layers: Sequence[nn.Module]) -> None:
-    """Put a mixer in the place of every module in these decoder layers that there is one for; once is enough."""
+def teach(layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Put a mixer in the place of every module in these decoder layers that there is one for; once is enough.
+
+    `dtype`: of hidden states.
+    """
     for i, layer in enumerate(layers):
         for module in layer.modules():
             kind = MIXERS.get(type(module).__name__)
             if kind is not None and not hasattr(module, _TAUGHT):
-                mixer = kind(module, i)
+                mixer = kind(module, i, dtype)
                 setattr(module, _TAUGHT, mixer)
                 module.forward = mixer.forward
 

@@ -43,10 +43,11 @@ class StandIn(ABC):
     parts: tuple[StatePart, ...] = ()
     """What it keeps of a sequence in its state page."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        """`layer`: position among the decoder layers."""
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        """`layer`: position among the decoder layers; `dtype`: of hidden states."""
         self.module: Any = module
         self.layer = layer
+        self.dtype = dtype
 
     @abstractmethod
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -42,9 +42,11 @@ class Shape:
 class DeltaNet(Mixer):
     """`output(norm(rule(conv(q, k, v), decay, beta), gate))`; the state is a matrix `[K, V]` per head."""
 
-    def __init__(self, module: nn.Module, layer: int, shape: Shape, rule: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, layer: int, dtype: torch.dtype, shape: Shape, rule: Callable[..., Tensor]
+    ) -> None:
         """`rule`: with the signature of `gated_delta_rule`."""
-        super().__init__(module, layer)
+        super().__init__(module, layer, dtype)
         self.shape, self.rule = shape, rule
         m = self.module
         self.norm: nn.Module = m.norm if hasattr(m, "norm") else m.o_norm
@@ -89,10 +91,10 @@ class DeltaNet(Mixer):
 class GatedDeltaNet(DeltaNet):
     """One decay per head."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
         m: Any = module
         shape = Shape(m.num_k_heads, m.num_v_heads, m.head_k_dim, m.head_v_dim)
-        super().__init__(module, layer, shape, gated_delta_rule)
+        super().__init__(module, layer, dtype, shape, gated_delta_rule)
 
     def decay(self, step: Tensor) -> Tensor:
         """`[T, heads]`, from the projection of that shape."""

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from isthmus.kernels.states import causal_conv
 from isthmus.model.attention import Attend, isthmus_attention
-from isthmus.model.mixers.base import LayerStates, Mixer, StandIn, StatePart
+from isthmus.model.mixers.base import LayerStates, Mixer, StandIn, StatePart, dtype_name
 
 
 class InklingConv(Mixer):
     """`x + conv(x)` in float32; four of them in a layer."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         channels, _, width = self.module.conv1d.weight.shape
         self.part = f"conv{self.module.conv_idx}"
-        self.parts = (StatePart(self.part, (width - 1, channels), "float32"),)
+        self.parts = (StatePart(self.part, (width - 1, channels), dtype_name(dtype)),)
 
     def mix(self, hidden: Tensor, states: LayerStates) -> Tensor:
         """See `Mixer`."""

@@ -14,9 +14,9 @@ from isthmus.model.mixers.gdn import DeltaNet, Projected, Shape
 class KimiDelta(DeltaNet):
     """The decay comes from a module of its own; the gate has a projection, or a narrow one after the other."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
         m: Any = module
-        super().__init__(module, layer, Shape(m.num_heads, m.num_heads, m.head_dim, m.head_dim), kimi_delta_rule)
+        super().__init__(module, layer, dtype, Shape(m.num_heads, m.num_heads, m.head_dim, m.head_dim), kimi_delta_rule)
 
     def project(self, hidden: Tensor) -> Projected:
         """See `DeltaNet`."""

@@ -18,8 +18,8 @@ class Lightning(Mixer):
     tokens, and a bf16 sum takes in nothing below its last bit.
     """
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         m = self.module
         self.parts = (StatePart("kv", (m.num_attention_heads, m.head_dim, m.head_dim), dtype_name(torch.float32)),)
 

@@ -16,8 +16,8 @@ from isthmus.model.mixers.base import LayerStates, Mixer, StatePart, dtype_name
 class Mamba(Mixer):
     """`out_proj(scan(x, *x_proj(x)) * silu(gate))` with `x, gate = in_proj(hidden)` and `x = act(conv(x))`."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         m = self.module
         channels, _, width = m.conv1d.weight.shape
         heads = getattr(m, "n_mamba_heads", 1)

@@ -18,8 +18,8 @@ class Mamba2(Mixer):
     does without, so that there a limit depends on how the tokens came.)
     """
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         m = self.module
         channels, _, width = m.conv1d.weight.shape
         self.parts = (

@@ -19,8 +19,8 @@ SHARPNESS = 8.0
 class RecurrentBlock(Mixer):
     """`linear_out(rglru(conv(linear_x(hidden))) * act(linear_y(hidden)))`, with gates in blocks of channels."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         channels, _, width = self.module.conv_1d.weight.shape
         self.parts = (
             StatePart("conv", (width - 1, channels), dtype_name(self.module.conv_1d.weight.dtype)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from isthmus.model.mixers.base import StandIn
@@ -16,8 +17,8 @@ from isthmus.model.mixers.base import StandIn
 class SharedAttention(StandIn):
     """The module itself, with its number."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         self.module.layer_idx = layer
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

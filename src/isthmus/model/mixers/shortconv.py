@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from isthmus.kernels.states import causal_conv
@@ -11,8 +12,8 @@ from isthmus.model.mixers.base import LayerStates, Mixer, StatePart, dtype_name
 class ShortConv(Mixer):
     """`out_proj(C * conv(B * x))` with `B, C, x = in_proj(hidden)`."""
 
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        super().__init__(module, layer)
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
         channels, _, width = self.module.conv.weight.shape
         self.parts = (StatePart("conv", (width - 1, channels), dtype_name(self.module.conv.weight.dtype)),)
 
