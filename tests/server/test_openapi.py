@@ -37,7 +37,8 @@ def test_routes_declare_the_statuses_they_can_give(server: Server) -> None:
     assert declared == {
         "GET /": set(), "GET /health": {503}, "GET /metrics": set(),  # open without a key
         "GET /version": {401}, "GET /v1/models": {401, 503}, "GET /v1/models/{name}": {401, 404, 503},
-        "GET /v1/pool": {401, 503}, "POST /reset_prefix_cache": {401, 503}, "POST /flush_cache": {401, 503},
+        "GET /v1/pool": {401, 503}, "GET /v1/pool/stream": {401, 429},
+        "POST /reset_prefix_cache": {401, 503}, "POST /flush_cache": {401, 503},
         "POST /tokenize": served - {408, 429}, "POST /detokenize": served - {408, 429},
         "POST /v1/completions": served, "POST /v1/chat/completions": served,
     }  # fmt: skip

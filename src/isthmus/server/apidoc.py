@@ -19,7 +19,7 @@ from isthmus.server.app import Front, build_app
 from isthmus.server.config import ServerConfig
 from isthmus.server.engine_client import EngineClient
 from isthmus.server.metrics import Metrics
-from isthmus.server.middleware import OPEN_PATHS
+from isthmus.server.middleware import OPEN_FOLDER, OPEN_PATHS
 from isthmus.server.protocol import Sampling
 
 Schema = Mapping[str, Any]
@@ -84,7 +84,10 @@ def _endpoints(document: Schema) -> str:
                 )
             )
     open_paths = ", ".join(f"`{path}`" for path in sorted(OPEN_PATHS))
-    note = f"\n\nWhere a key is set, every path but {open_paths} answers 401 without it."
+    note = (
+        f"\n\nWhere a key is set, every path but {open_paths} and the dashboard's files under `{OPEN_FOLDER}` answers "
+        "401 without it."
+    )
     return _table(("request", "what", "body", "answers"), rows) + note
 
 

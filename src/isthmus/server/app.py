@@ -10,15 +10,18 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 
 from isthmus import __version__
-from isthmus.server import chat, completions, conversation, errors
+from isthmus.server import chat, completions, conversation, dashboard_page, errors
 from isthmus.server.answer import Identity
 from isthmus.server.config import ServerConfig
+from isthmus.server.dashboard import Broadcast, Stream
+from isthmus.server.dashboard_frame import frame, pool_json
 from isthmus.server.engine_client import EngineClient
 from isthmus.server.errors import ApiError, ErrorResponse, bad_request
-from isthmus.server.metrics import Metrics, pool_bytes
+from isthmus.server.metrics import Metrics
 from isthmus.server.middleware import ApiKey, BodyLimit, RequestId
 from isthmus.server.protocol import (
     ChatRequest,
@@ -28,7 +31,7 @@ from isthmus.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from isthmus.server.reply import Reply
+from isthmus.server.reply import Reply, to_json
 from isthmus.server.speller import Speller
 
 _FAILURES: dict[int | str, dict[str, Any]] = {
@@ -60,6 +63,12 @@ class Front:
         self.draining = False
         self.started = int(time.time())
         self._speller: Speller | None = None
+        self.broadcast = Broadcast(client.look, lambda: frame(self), lambda: self.draining and client.in_flight == 0)
+
+    @property
+    def newest_speller(self) -> Speller | None:
+        """The same whatever has become of the engine since; None before the first one is ready."""
+        return self._speller
 
     def be_ready(self, speller: Speller) -> None:
         """The first engine is ready: from here on requests are served."""
@@ -111,10 +120,17 @@ def build_app(front: Front) -> FastAPI:
 
 
 def _add_state_routes(app: FastAPI, front: Front) -> None:
-    @app.get("/")
-    async def root() -> dict[str, str]:
-        """Where to go from here."""
-        return {"server": "isthmus", "version": __version__, "api": "/v1", "openapi": "/openapi.json"}
+    @app.get("/", response_model=dict[str, str])
+    async def root(request: Request) -> Response:
+        """The dashboard for browsers; for others, where to go from here."""
+        if dashboard_page.wants_page(request.headers):
+            return dashboard_page.answer("index.html", request.headers)
+        links = {"server": "isthmus", "version": __version__, "api": "/v1", "openapi": "/openapi.json"}
+        return Response(to_json(links), 200, {"vary": "accept"}, "application/json")
+
+    @app.get("/static/{name:path}", include_in_schema=False)
+    async def static(name: str, request: Request) -> Response:
+        return dashboard_page.answer(name, request.headers)
 
     @app.get("/health", responses=_failures(503))
     async def health() -> dict[str, str]:
@@ -148,6 +164,11 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
     async def pool() -> dict[str, Any]:
         """The arena in bytes at one moment."""
         return _pool(front.client)
+
+    @app.get("/v1/pool/stream", response_class=Response, responses=_failures(401, 429))
+    async def watch() -> Response:
+        """The arena and who is being served, as server-sent events: what the dashboard and `isthmus top` show."""
+        return Stream(front.broadcast)
 
     async def reset() -> dict[str, str]:
         """Forget cached prefixes that no request uses."""
@@ -220,36 +241,7 @@ def _pool(client: EngineClient) -> dict[str, Any]:
     stats = client.stats
     if stats is None:
         raise ApiError(503, "the engine has not reported yet: try again", code="not_ready", retry_after=1)
-    parts = pool_bytes(stats)
-    groups = [
-        {
-            "name": group.name,
-            "page_bytes": group.page_bytes,
-            "pages": {"live": group.live_pages, "cached": group.cached_pages, "hole": group.hole_pages},
-            "bytes": {state: parts[group.name, state] for state in ("live", "cached", "hole")},
-            "frontiers": [group.lo_byte, group.hi_byte],
-            "table_entries": group.table_entries,
-            "table_bytes": 4 * group.table_entries,
-            "moved_pages": group.moved_pages,
-            "moved_bytes": group.moved_pages * group.page_bytes,
-            "evicted_pages": group.evicted_pages,
-        }
-        for group in stats.groups
-    ]
-    return {
-        "arena_bytes": stats.total,
-        "null_bytes": stats.null,
-        "gap_bytes": stats.gap,
-        "tail_bytes": stats.tail,
-        "graph_bytes": stats.graph_bytes,
-        "groups": groups,
-        "ids": {"live": stats.ids, "capacity": stats.id_capacity},
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "steps": stats.steps,
-        "preemptions": stats.preemptions,
-        "refusals": stats.refusals,
-    }
+    return pool_json(stats)
 
 
 def _openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:

@@ -49,6 +49,7 @@ class Call:
         self.times = Times()
         self.prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self.completion_tokens = 0
+        self.generated = [0] * len(jobs)  # of those, per prompt
         self.cached_tokens = 0
         self.prompt_logprobs: list[list[list[Scored] | None] | None] = [None] * len(jobs)
         self.receipts: list[dict[str, Any] | None] = [None] * len(jobs)
@@ -88,6 +89,7 @@ class Call:
                 self.unstarted -= 1
                 self.cached_tokens += update.cached_tokens if piece.index % self.n == 0 else 0
             self.completion_tokens += len(piece.token_ids)
+            self.generated[prompt] += len(piece.token_ids)
             waiting = self._pending.get(piece.index)
             if waiting is None:
                 self._pending[piece.index] = piece

@@ -12,7 +12,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import ConfigError, IsthmusError
@@ -31,6 +33,15 @@ STEADY = 60.0  # seconds of life after which a death counts as the first again
 
 class EngineError(IsthmusError):
     """The engine process ended before it was ready."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that ended by itself."""
+
+    request_id: str
+    output_tokens: int
+    receipt: Mapping[str, Any]
 
 
 class EngineClient:
@@ -60,6 +71,11 @@ class EngineClient:
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._reset_names = itertools.count()
         self._first_token_seconds = 1.0  # of the newest call that got one
+        self.viewed: tuple[wire.Stats, wire.View] | None = None  # of one report; None while there is no engine
+        self.ended: deque[Ended] = deque(maxlen=16)  # newest last
+        self._reports = 0  # heard
+        self._viewed_at = -1  # the report that `viewed` came with
+        self._look: asyncio.Future[None] | None = None  # done when the engine has answered, or is gone
 
     @property
     def pid(self) -> int | None:
@@ -116,6 +132,7 @@ class EngineClient:
             detail = "" if failed is None else f" after an error ({failed.message})"
             reason = EngineError(f"the engine process {end}{detail}")
         self.stats = None
+        self._see(None)
         self._fail_all(f"{reason} while serving this request; it is being started again: send the request once more")
         return reason
 
@@ -160,6 +177,15 @@ class EngineClient:
         self._process.send(wire.Reset(name))
         await done
 
+    async def look(self, patience: float) -> None:
+        """Bring `viewed` up to date, for so many seconds at most. Asks nothing of an engine that reported nothing."""
+        if self.state != "ready" or self._process is None or self._viewed_at == self._reports:
+            return
+        if self._look is None:
+            self._look = asyncio.get_running_loop().create_future()
+            self._process.send(wire.Look())
+        await asyncio.wait([self._look], timeout=patience)
+
     def stop_calls(self) -> None:
         """Fail everything that still runs: the time to drain is over."""
         for call in list(self._open):
@@ -198,6 +224,9 @@ class EngineClient:
     def _hear(self, report: wire.Report) -> None:
         now = time.monotonic()
         self.stats = report.stats
+        self._reports += 1
+        if report.view is not None:
+            self._see((report.stats, report.view))
         for update in report.updates:
             found = self._calls.get(update.request_id)
             if found is None:
@@ -209,6 +238,8 @@ class EngineClient:
             if call.times.first == now:
                 self._first_token_seconds = now - call.times.arrival
             call.push(prompt, update)
+            if update.receipt is not None:
+                self.ended.append(Ended(update.request_id, call.generated[prompt], update.receipt))
         for rejected in report.rejected:
             found = self._calls.pop(rejected.request_id, None)
             if found is not None:
@@ -218,3 +249,9 @@ class EngineClient:
             future = self._resets.pop(name, None)
             if future is not None and not future.done():
                 future.set_result(None)
+
+    def _see(self, viewed: tuple[wire.Stats, wire.View] | None) -> None:
+        self.viewed, self._viewed_at = viewed, -1 if viewed is None else self._reports
+        if self._look is not None and not self._look.done():
+            self._look.set_result(None)
+        self._look = None

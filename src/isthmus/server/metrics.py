@@ -96,6 +96,20 @@ class Metrics:
         """A request was turned away."""
         self._refusals[reason] += 1
 
+    def totals(self) -> dict[str, float]:
+        """Tokens since the start, by the names of their counters."""
+        counters = {
+            "prompt_tokens": self._prompt_tokens,
+            "generation_tokens": self._generation_tokens,
+            "prefix_cache_queries": self._cache_queries,
+            "prefix_cache_hits": self._cache_hits,
+        }
+        return {name: next(iter(counter.collect())).samples[0].value for name, counter in counters.items()}
+
+    def refusals(self) -> dict[str, int]:
+        """Requests turned away since the start, by why."""
+        return dict(self._refusals)
+
     def render(self) -> bytes:
         """In the text format of Prometheus."""
         return generate_latest(self.registry)
@@ -135,6 +149,13 @@ class _EngineCollector(Collector):
         for group in stats.groups:
             evicted.add_metric([group.name], group.evicted_pages)
         yield evicted
+        faults = CounterMetricFamily(
+            _PREFIX + "memory_faults", "Faults of memory that --check-memory found", labels=["kind"]
+        )
+        for kind, count in stats.memory_faults.items():
+            faults.add_metric([kind], count)
+        yield faults
+        yield _gauge("fenced_pages", "Pages that nobody gets any more after a fault of memory", stats.fenced_pages)
         yield _pool_bytes(stats)
 
 

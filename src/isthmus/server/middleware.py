@@ -14,6 +14,9 @@ from isthmus.server.errors import ApiError
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
 """Paths that need no key: probes and scrapers have none, and they tell nothing of anybody's text."""
 
+OPEN_FOLDER = "/static/"
+"""The dashboard's own files: nothing of the server's."""
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -48,7 +51,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
             known = scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
             if not known:
@@ -57,6 +60,10 @@ class ApiKey:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class BodyLimit:

@@ -1,6 +1,6 @@
 """What the front and the engine process say to each other: msgpack arrays over one pair of sockets.
 
-    front -> engine    Submit, Abort, Reset
+    front -> engine    Submit, Abort, Reset, Look
     engine -> front    Ready or Failed once, then a Report after each step and each batch of orders
 
 A Report carries everything that happened since the last one, so that what a client sees and what the metrics say
@@ -44,6 +44,10 @@ class Reset(Struct, array_like=True, tag="reset"):
     """Forget all cached prefixes that no request uses."""
 
     call: int  # answered in `Report.done`
+
+
+class Look(Struct, array_like=True, tag="look"):
+    """Tell what lies where and who is being served, in the next report. Sent only while somebody watches."""
 
 
 class ModelInfo(Struct, array_like=True, tag="ready"):
@@ -136,6 +140,45 @@ class Stats(Struct, array_like=True):
     preemptions: int
     refusals: int  # plans that the pool refused to steps
     graph_bytes: int  # of the device beside the arena; 0 where there are no CUDA graphs
+    memory_faults: dict[str, int] = {}  # since the start, by kind; none without --check-memory
+    fenced_pages: int = 0  # of all groups: live, and nobody's any more
+
+
+class Cells(Struct, array_like=True):
+    """A region's span in cells of `pages` pages on its own grid; their number is bounded, whatever its size."""
+
+    name: str
+    lo: int  # first page of the span
+    hi: int  # one past its last
+    pages: int  # of a cell; those at the frontiers may have fewer
+    runs: list[int]  # by threes, low to high: equal cells in a row, live pages of each, cached pages of each
+
+
+class Served(Struct, array_like=True):
+    """A continuation that has not ended, and its request's receipt so far."""
+
+    request_id: str
+    index: int
+    state: str
+    prompt_tokens: int
+    cached_tokens: int
+    done_tokens: int  # that went through the model or came from the prefix cache
+    output_tokens: int
+    limit: int
+    waited_seconds: float
+    waited_for: dict[str, float]
+    restorable: dict[str, int]
+    known_tokens: int
+    cut_by: str | None
+    preemptions: int
+
+
+class View(Struct, array_like=True):
+    """What `Look` asks for."""
+
+    regions: list[Cells]
+    served: list[Served]  # running ones first, oldest first; not more than a screen holds
+    left_out: int  # of the others
 
 
 class Report(Struct, array_like=True, tag="report"):
@@ -145,9 +188,10 @@ class Report(Struct, array_like=True, tag="report"):
     rejected: list[Rejected]
     done: list[int]  # `Reset.call`s that were carried out
     stats: Stats
+    view: View | None = None  # if there was a `Look`
 
 
-ToEngine: TypeAlias = Submit | Abort | Reset
+ToEngine: TypeAlias = Submit | Abort | Reset | Look
 ToFront: TypeAlias = ModelInfo | Failed | Report
 
 encode = msgspec.msgpack.Encoder().encode

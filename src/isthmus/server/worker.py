@@ -23,7 +23,7 @@ import zmq
 
 from isthmus.errors import IsthmusError
 from isthmus.params import RequestError
-from isthmus.server import wire
+from isthmus.server import dashboard_view, wire
 from isthmus.server.heap import Heap
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class Service:
         self._queue_seconds: dict[str, float] = {}  # of requests that ran and were not reported yet
         self._rejected: list[wire.Rejected] = []
         self._done: list[int] = []
+        self._looked = False  # somebody wants to see what lies where
         self._heap = Heap()
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
@@ -122,7 +123,7 @@ class Service:
 
     def _obey(self, socket: zmq.Socket[bytes]) -> None:
         """Carry out all orders that are there; wait for one while there is nothing else to do."""
-        while self.engine.has_work or self._rejected or self._done or self._wait(socket):
+        while self.engine.has_work or self._rejected or self._done or self._looked or self._wait(socket):
             try:
                 message = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -146,6 +147,8 @@ class Service:
         elif isinstance(order, wire.Reset):
             reset_prefix_cache(self.engine)
             self._done.append(order.call)
+        elif isinstance(order, wire.Look):
+            self._looked = True
         else:
             try:
                 self.engine.add_request(
@@ -171,7 +174,8 @@ class Service:
         updates = [_update(output, self._queue_seconds.pop(output.request_id, None)) for output in outputs]
         rejected, self._rejected = self._rejected, []
         done, self._done = self._done, []
-        return wire.Report(updates, rejected, done, stats(self.engine, self._graph_bytes))
+        view, self._looked = dashboard_view.view(self.engine) if self._looked else None, False
+        return wire.Report(updates, rejected, done, stats(self.engine, self._graph_bytes), view)
 
 
 def reset_prefix_cache(engine: Engine) -> None:
@@ -194,8 +198,9 @@ def evicted_pages(engine: Engine) -> Mapping[str, int]:
 def stats(engine: Engine, graph_bytes: int) -> wire.Stats:
     """The engine now, in pages and bytes."""
     pool, scheduler = engine.pool, engine.scheduler
-    usage, ids = pool.usage(cached_pages(engine)), pool.ids("tokens")
+    usage, ids = pool.usage(cached_pages(engine)), pool.ids("tokens" if "tokens" in pool.spaces else "states")
     evicted = evicted_pages(engine)
+    checked = engine.sanitizer
     groups = [
         wire.GroupStats(
             name=group.name,
@@ -225,6 +230,8 @@ def stats(engine: Engine, graph_bytes: int) -> wire.Stats:
         preemptions=scheduler.counters.preemptions,
         refusals=scheduler.counters.refusals,
         graph_bytes=graph_bytes,
+        memory_faults={} if checked is None else dict(checked.faults),
+        fenced_pages=0 if checked is None else sum(checked.fenced_pages.values()),
     )
 
 
