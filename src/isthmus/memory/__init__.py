@@ -3,9 +3,10 @@
 from isthmus.memory.delta import Copies, Delta, Frees, Moves, Op, Writes
 from isthmus.memory.group import Group
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages
-from isthmus.memory.journal import Journal, JournalError
+from isthmus.memory.journal import Journal
 from isthmus.memory.pool import Plan, Pool, Refusal, StalePlanError
-from isthmus.memory.replay import replay
+from isthmus.memory.records import JournalError
+from isthmus.memory.replay import DivergenceError, Replay, replay
 from isthmus.memory.spec import LayerKV, PageSpec, Part, kv_spec, opaque_spec, state_spec
 from isthmus.memory.usage import ArenaUsage, GroupUsage
 
@@ -13,6 +14,7 @@ __all__ = [
     "ArenaUsage",
     "Copies",
     "Delta",
+    "DivergenceError",
     "Frees",
     "Group",
     "GroupUsage",
@@ -29,6 +31,7 @@ __all__ = [
     "Plan",
     "Pool",
     "Refusal",
+    "Replay",
     "StalePlanError",
     "VirtualLike",
     "VirtualPages",

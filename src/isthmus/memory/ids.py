@@ -162,6 +162,16 @@ class IdSpace:
         self._ring[tail] = index
         self._free += n
 
+    def restore(self, free: NDArray[np.int64], minted: int) -> None:
+        """Take over a state that `free_ids` and `minted` told of another such space. No table is changed."""
+        self._guard(free)
+        self.require_distinct(free)
+        self._head, self._free, self.minted = 0, len(free), minted
+        self._ring[: len(free)] = free
+        self._live[:] = True
+        self._live[0] = False
+        self._live[free] = False
+
     def check(self) -> None:
         """Assert the equations at the top of this file."""
         free = self.free_ids()

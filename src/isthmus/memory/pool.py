@@ -143,6 +143,11 @@ class Pool:
         """The id space "tokens" or "states"."""
         return self.spaces[space]
 
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Ids of each id space, live and free."""
+        return {name: ids.capacity for name, ids in self.spaces.items()}
+
     def num_pages(self, group: str) -> int:
         """Length of every arena view of the group, null page included."""
         return self.arena_bytes // self.groups[group].spec.page_bytes
@@ -209,7 +214,7 @@ class Pool:
                     self._write(region.name, ids, pages)
                 region.trim()
         if self._journal is not None:
-            self._journal.commit(plan.demand, chosen, self._ops[start:])
+            self._journal.commit(plan.demand, plan.ids, chosen, self._ops[start:])
 
     def refused(self, refusal: Refusal) -> None:
         """Note that a demand was turned away: counted, and written to the journal."""
@@ -326,7 +331,9 @@ class Pool:
             self._journal.compact(self._ops[start:])
 
     def take_delta(self) -> Delta:
-        """Everything the device must do since the last call, in order."""
+        """Everything the device must do since the last call, in order. To a journal this is the end of a step."""
+        if self._journal is not None:
+            self._journal.step()
         ops, self._ops = self._ops, []
         return Delta(ops)
 

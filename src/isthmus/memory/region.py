@@ -123,6 +123,12 @@ class Region:
             self.holes.remove(np.concatenate((self.holes.within(self.lo, lo), self.holes.within(hi, self.hi))))
             self.lo, self.hi = lo, hi
 
+    def restore(self, lo: int, hi: int, pages: Index, ids: Index, pins: dict[int, int]) -> None:
+        """A region that was never used takes over another's span, live pages with their ids, and pins."""
+        self.lo, self.hi, self.live, self.pins = lo, hi, len(pages), pins
+        self.owner[pages] = ids
+        self.holes.add(np.flatnonzero(self.owner[lo:hi] == 0) + lo)
+
     def live_within(self, lo: int, hi: int) -> Index:
         """Live pages in [lo, hi), ascending."""
         if hi <= lo:
