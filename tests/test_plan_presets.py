@@ -45,6 +45,7 @@ EXPECTED = {
     "LFM2-1.2B": Bytes(rows(6, 8, 64), state=10 * conv(3, 2048)),
     # Recurrent states are in float32: [heads, key dim, value dim], or [heads, head dim, state size].
     "Qwen3.5-0.8B": Bytes(rows(6, 2, 256), state=18 * (conv(4, 3 * 16 * 128) + 16 * 128 * 128 * 4)),
+    "Qwen3.5-wide": Bytes(rows(6, 2, 256), state=18 * (conv(4, 3 * 16 * 128) + 16 * 128 * 128 * 4)),
     "Kimi-Linear-48B-A3B": Bytes(7 * (512 + 64) * 2, state=20 * (conv(4, 3 * 32 * 128) + 32 * 128 * 128 * 4)),
     "Nemotron-H-8B": Bytes(rows(4, 8, 128), state=24 * (conv(4, 128 * 64 + 2 * 8 * 128) + 128 * 64 * 128 * 4)),
     "Granite-4-H-Tiny": Bytes(rows(4, 4, 128), state=36 * (conv(4, 48 * 64 + 2 * 128) + 48 * 64 * 128 * 4)),

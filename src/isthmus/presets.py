@@ -86,6 +86,35 @@ def _gemma4(layer_types: Sequence[str], **numbers: Any) -> dict[str, Any]:
     }
 
 
+def _qwen35(**numbers: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_5_text",
+        "layer_types": _attention("lllf" * 6),
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "vocab_size": 248_320,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        **numbers,
+    }
+
+
 _LINEAR_ROPE = {"rope_type": "linear", "factor": 8.0}
 
 PRESETS: Mapping[str, Preset] = {
@@ -222,35 +251,12 @@ PRESETS: Mapping[str, Preset] = {
         stored="the experts' weights are published in MXFP4, a quarter of what they take in bfloat16",
     ),
     "Qwen3.5-0.8B": Preset(
-        "text_config in config.json of Qwen/Qwen3.5-0.8B",
-        0.75e9,
-        {
-            "model_type": "qwen3_5_text",
-            "layer_types": _attention("lllf" * 6),
-            "num_hidden_layers": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "mamba_ssm_dtype": "float32",
-            "vocab_size": 248_320,
-            "max_position_embeddings": 262_144,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000_000.0,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [11, 11, 10],
-                "mrope_interleaved": True,
-            },
-            "tie_word_embeddings": True,
-            "dtype": "bfloat16",
-        },
+        "text_config in config.json of Qwen/Qwen3.5-0.8B", 0.75e9, _qwen35(hidden_size=1024, intermediate_size=3584)
+    ),
+    "Qwen3.5-wide": Preset(
+        "no checkpoint: Qwen3.5-0.8B twice as wide, a size that is compared with other engines",
+        1.9e9,
+        _qwen35(hidden_size=2048, intermediate_size=6144),
     ),
     "Kimi-Linear-48B-A3B": Preset(
         "config.json of moonshotai/Kimi-Linear-48B-A3B-Instruct",

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.bench.shapes import SHAPES, as_model
+from isthmus.bench.shapes import as_model, write
 from isthmus.engine.detokenize import TextDecoder
 from isthmus.flags import Parser, add_engine_flags
 from isthmus.model.layout import derive
 from isthmus.model.source import build_model, resolve
+from isthmus.presets import PRESETS
 
 KV = 2 * 256 * 2  # K and V of one head of 256 in bf16
 EXPECTED = {
@@ -28,9 +29,9 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_a_shape_caches_what_its_numbers_say(name: str, tmp_path: Path) -> None:
-    folder = SHAPES[name].write(tmp_path / name)
+    folder = write(PRESETS[name], tmp_path / name)
     model = build_model(
         resolve(str(folder), load_format="dummy"), torch.bfloat16, load_format="dummy", device="meta"
     )  # fmt: skip
@@ -52,9 +53,9 @@ def test_a_shape_caches_what_its_numbers_say(name: str, tmp_path: Path) -> None:
 
 def test_every_id_has_a_text_and_texts_become_ids(tmp_path: Path) -> None:
     name = "gemma-3-1b"
-    tokenizer = resolve(str(SHAPES[name].write(tmp_path / name)), load_format="dummy").load_tokenizer()
+    tokenizer = resolve(str(write(PRESETS[name], tmp_path / name)), load_format="dummy").load_tokenizer()
     decoder = TextDecoder(tokenizer)
-    size = SHAPES[name].config["vocab_size"]
+    size = PRESETS[name].config["vocab_size"]
     assert all(decoder.exists(token) for token in (0, 3, 99, 100, size - 1))
     assert not decoder.exists(size)
     assert decoder.decode([100, size - 1]) == " 64 3ffff"

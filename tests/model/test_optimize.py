@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from isthmus.engine.step import Sampled, SampleRow
 from isthmus.model.optimize import Merged, MergedPart, PackedLinear, optimize
-from tests.model.families import ATTENTION, FAMILIES
-from tests.model.harness import tiny
+from tests.model.families import ATTENTION, FAMILIES, config_of
+from tests.model.harness import paged, tiny
+from tests.model.test_families import Served
 
 SUPPORTED = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 needs_bf16 = pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bf16 instructions that oneDNN uses")
@@ -25,23 +28,43 @@ def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return out.float()
 
 
+def served(model: PreTrainedModel, *, optimised: bool) -> torch.Tensor:
+    """Logits behind two prompts, of one token and of forty, and two steps more, as the runner computes them."""
+    model = copy.deepcopy(model)
+    engine = Served(model)
+    if optimised:
+        report = optimize(model)
+        assert report.reason is None
+        assert report.packed > 0
+    seen = []
+
+    def sampler(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        seen.append(logits.float())
+        return [Sampled(7) for _ in rows]
+
+    engine.runner.sampler = sampler
+    engine.generate([[5], list(range(5, 45))], 3)
+    return torch.cat(seen)
+
+
 @needs_bf16
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [1, 40])
-def test_every_family_computes_the_same(family: str, rows: int) -> None:
+def test_every_family_computes_the_same(family: str) -> None:
     """Closer to the fp32 model than twice the error of plain bf16."""
-    model_type, values = FAMILIES[family]
-    if "layer_types" in values:
-        values = {"num_hidden_layers": len(values["layer_types"]), **values}
-    exact = tiny(model_type, **values)
+    model_type, values = config_of(family)
+    exact = paged(tiny(model_type, **values))
     plain = copy.deepcopy(exact).to(torch.bfloat16)
-    fast = copy.deepcopy(plain)
-    report = optimize(fast)
-    assert report.reason is None
-    assert report.merged > 0 or family not in ATTENTION or family == "phi3"  # whose are merged already
-    tokens = torch.arange(5, 5 + rows)[None]
-    expected, slow, quick = (logits(model, tokens) for model in (exact, plain, fast))
+    expected = served(exact, optimised=False)
+    slow, quick = (served(plain, optimised=optimised) for optimised in (False, True))
     assert (quick - expected).abs().mean() < 2 * (slow - expected).abs().mean() + 1e-3
+
+
+@needs_bf16
+@pytest.mark.parametrize("family", ATTENTION)
+def test_projections_of_one_input_are_merged(family: str) -> None:
+    model_type, values = config_of(family)
+    merged = optimize(tiny(model_type, **values).to(torch.bfloat16)).merged
+    assert merged > 0 or family == "phi3"  # whose are merged already
 
 
 @needs_bf16

@@ -1,6 +1,6 @@
-"""Models by their shape alone: named configs with random weights, so that a bench needs no download.
+"""Models by their shape alone: presets with random weights, so that a bench needs no download.
 
-A shape stands for MODEL in every bench that builds or serves one, and implies `--load-format dummy`. It is a directory
+A preset stands for MODEL in every bench that builds or serves one, and implies `--load-format dummy`. It is a directory
 as Transformers reads it, there for as long as the bench runs. A directory of the same name is meant by a path with a
 slash, `./gemma-3-1b`.
 
@@ -14,95 +14,32 @@ import argparse
 import contextlib
 import json
 import string
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from isthmus import presets
 from isthmus.flags import engine_args
+from isthmus.presets import Preset
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")  # Gemma's ids 0 to 3
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model without its weights."""
-
-    source: str  # where the numbers are from
-    config: Mapping[str, Any]  # config.json
-
-    def write(self, folder: Path) -> Path:
-        """Make `folder` a model directory without weights, and return it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(dict(self.config), indent=1))
-        _tokenizer(self.config["vocab_size"]).save(str(folder / "tokenizer.json"))
-        names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-        named = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-        (folder / "tokenizer_config.json").write_text(json.dumps(named))
-        return folder
-
-
-def _gemma3(rope_global: Mapping[str, Any], **numbers: Any) -> dict[str, Any]:
-    """What all sizes of Gemma 3 share: head size, five windows to one full layer, rotary bases, tied embeddings."""
-    return {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window_pattern": 6,
-        "rope_parameters": {
-            "full_attention": {"rope_theta": 1_000_000.0, **rope_global},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-        "dtype": "bfloat16",
-        **numbers,
-    }
-
-
-SHAPES: Mapping[str, Shape] = {
-    "gemma-3-1b": Shape(
-        "config.json of google/gemma-3-1b-it",
-        _gemma3(
-            {"rope_type": "default"},
-            hidden_size=1152,
-            intermediate_size=6912,
-            num_hidden_layers=26,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            vocab_size=262_144,
-            sliding_window=512,
-            max_position_embeddings=32_768,
-        ),
-    ),
-    "gemma-3-4b": Shape(
-        "text_config in config.json of google/gemma-3-4b-it",
-        _gemma3(
-            {"rope_type": "linear", "factor": 8.0},
-            hidden_size=2560,
-            intermediate_size=10_240,
-            num_hidden_layers=34,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=262_208,
-            sliding_window=1024,
-            max_position_embeddings=131_072,
-        ),
-    ),
-}
+def write(preset: Preset, folder: Path) -> Path:
+    """Make `folder` a model directory without weights, and return it."""
+    preset.write(folder)
+    _tokenizer(preset.config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
 
 
 @contextlib.contextmanager
 def as_model(args: argparse.Namespace) -> Iterator[None]:
-    """If the MODEL that flags and YAML name is a shape, let `args` name a directory of it meanwhile.
+    """If the MODEL that flags and YAML name is a preset, let `args` name a directory of it meanwhile.
 
     For parsers with `add_engine_flags`.
     """
@@ -110,12 +47,13 @@ def as_model(args: argparse.Namespace) -> Iterator[None]:
         yield  # whoever reads the settings says what is missing
         return
     settings = engine_args(args)
-    shape = SHAPES.get(settings["model"])
-    if shape is None:
+    found = presets.find(settings["model"])
+    if found is None:
         yield
         return
+    name, preset = found
     with TemporaryDirectory(prefix="isthmus-shape-") as folder:
-        args.model = str(shape.write(Path(folder) / settings["model"]))
+        args.model = str(write(preset, Path(folder) / name))
         args.load_format = settings.get("load_format", "dummy")
         yield
 

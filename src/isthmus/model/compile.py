@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from isthmus.model.device_attention import tag
+from isthmus.model.device_attention import hang, tag
 from isthmus.model.layout import decoder_layers
+from isthmus.model.mixers import stand_ins
 from isthmus.model.optimize import merge_projections
 
 _VARIANTS = 64  # of one layer class, before torch gives up on compiling it (it must not: fullgraph raises)
@@ -31,12 +32,14 @@ class Prepared:
 
 
 def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
-    """Change `model` in place; it has its weights and is on its device.
+    """Change `model` in place; it has its weights, its layout was derived, and it is on its device.
 
     fp32 models keep their projections apart: they are the ones compared with Transformers token for token.
     """
     merged = merge_projections(model)
     tag(model)
+    for stand_in in stand_ins(model):
+        hang(stand_in.module, stand_in.layer)
     layers = decoder_layers(model) if compiled else []
     for layer in layers:
         layer.compile(dynamic=True, fullgraph=True)

@@ -24,6 +24,7 @@ from isthmus.kernels.attention import (
 )
 from isthmus.kernels.reference import Scoring
 from isthmus.memory import Group
+from isthmus.model.latent import LATENT
 
 TAG = "isthmus_layer"
 """Buffer of an attention module: int64 [], on the CPU, the layer it is."""
@@ -37,9 +38,13 @@ class LayerPages:
     value: Tensor
 
     @classmethod
-    def of(cls, arena: Tensor, group: Group, layer: int) -> LayerPages:
-        """The parts `<layer>.k` and `<layer>.v` of every page of `group` in `arena` (uint8 [bytes])."""
-        return cls(*(_part(arena, group, f"{layer}.{which}") for which in "kv"))
+    def of(cls, arena: Tensor, group: Group, layer: int, rank: int | None = None) -> LayerPages:
+        """The parts `<layer>.k` and `<layer>.v` of every page of `group` in `arena` (uint8 [bytes]).
+
+        rank: values are the first so many elements of the keys, and have no part of their own (MLA).
+        """
+        key = _part(arena, group, f"{layer}.k")
+        return cls(key, key[..., :rank] if rank is not None else _part(arena, group, f"{layer}.v"))
 
 
 def _part(arena: Tensor, group: Group, name: str) -> Tensor:
@@ -97,7 +102,9 @@ class DeviceBatch:
     ) -> Tensor:
         """See `Attend`. The window is the group's; the layout was derived from the same call."""
         layer, softcap = getattr(module, TAG), how.softcap or 0.0
-        out: Tensor = torch.ops.isthmus.attend(query, key, value, layer, how.sinks, how.scaling, softcap, self.handle)
+        out: Tensor = torch.ops.isthmus.attend(
+            query, key, value, layer, how.sinks, how.relative, how.scaling, softcap, self.handle
+        )
         return out
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, layer: int, how: Scoring) -> Tensor:
@@ -141,12 +148,14 @@ def _attend(
     value: Tensor,
     layer: Tensor,
     sinks: Tensor | None,
+    relative: Tensor | None,
     scaling: float,
     softcap: float,
     handle: Tensor,
 ) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _batches[int(handle)].run(query, key, value, int(layer), Scoring(scaling, softcap or None, sinks))[None]
+    how = Scoring(scaling, softcap or None, sinks, relative)
+    return _batches[int(handle)].run(query, key, value, int(layer), how)[None]
 
 
 def _shape_of(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
@@ -156,8 +165,8 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor
 # Defined by hand: the wrapper of `torch.library.custom_op` costs more at each call than the kernels it launches.
 _library = torch.library.Library("isthmus", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "attend(Tensor query, Tensor key, Tensor value, Tensor layer, Tensor? sinks, float scaling, float softcap, "
-    "Tensor handle) -> Tensor"
+    "attend(Tensor query, Tensor key, Tensor value, Tensor layer, Tensor? sinks, Tensor? relative, float scaling, "
+    "float softcap, Tensor handle) -> Tensor"
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("isthmus::attend", _shape_of, lib=_library)
@@ -168,4 +177,15 @@ def tag(model: nn.Module) -> None:
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int):
-            module.register_buffer(TAG, torch.tensor(layer, device="cpu"), persistent=False)
+            hang(module, layer)
+
+
+def hang(module: nn.Module, layer: int) -> None:
+    """Hang the number of its layer on a module."""
+    module.register_buffer(TAG, torch.tensor(layer, device="cpu"), persistent=False)
+
+
+def latent_ranks(model: nn.Module) -> dict[int, int]:
+    """Of each layer whose values are the first elements of its keys: how many (`isthmus.model.latent`)."""
+    latent = ((module, getattr(module, LATENT, None)) for module in model.modules())
+    return {module.layer_idx: found.rank for module, found in latent if found is not None}  # type: ignore[misc]

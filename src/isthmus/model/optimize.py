@@ -95,6 +95,14 @@ def _is_linear(module: object) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and module.weight.dtype in (torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True)
+class _Gone:
+    """In place of a weight: some models ask theirs for its dtype. Whoever wants its values gets an error."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
 class PackedLinear(nn.Module):
     """`nn.Linear` over a weight in oneDNN's own layout, with an activation after it. Inference only."""
 
@@ -105,7 +113,7 @@ class PackedLinear(nn.Module):
         with torch.no_grad():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACK_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.weight = linear.weight.detach().to("meta")  # whoever asks it for its dtype gets it; its values are gone
+        self.weight = _Gone(linear.weight.dtype, linear.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[.., in_features]` -> `[.., out_features]`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from isthmus.model.attention import Attend, isthmus_attention
@@ -18,6 +18,10 @@ from isthmus.model.mixers.base import StandIn
 
 class Llama4Attention(StandIn):
     """No state of its own: it caches keys and values as any attention does."""
+
+    def __init__(self, module: nn.Module, layer: int, dtype: torch.dtype) -> None:
+        super().__init__(module, layer, dtype)
+        self.chunked: bool = self.module.config.layer_types[layer] == "chunked_attention"
 
     def forward(
         self,
@@ -40,7 +44,6 @@ class Llama4Attention(StandIn):
         if m.attn_temperature_tuning and not m.use_rope:
             age = torch.floor((attention_batch.positions.float() + 1.0) / m.floor_scale)
             query = (query * (torch.log1p(age) * m.attn_scale + 1.0).view(1, -1, 1, 1)).to(query.dtype)
-        chunked = m.config.layer_types[self.layer] == "chunked_attention"
         out, _ = isthmus_attention(
             m,
             query.transpose(1, 2),
@@ -48,8 +51,8 @@ class Llama4Attention(StandIn):
             value.transpose(1, 2),
             None,
             scaling=m.scaling,
-            sliding_window=m.config.attention_chunk_size if chunked else None,
-            chunked=chunked,
+            sliding_window=m.config.attention_chunk_size if self.chunked else None,
+            chunked=self.chunked,
             attention_batch=attention_batch,
         )
         return m.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
