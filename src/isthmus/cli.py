@@ -14,10 +14,13 @@ import sys  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from isthmus import __version__  # noqa: E402
+from isthmus import __version__, top  # noqa: E402
 from isthmus.errors import ConfigError, IsthmusError  # noqa: E402
 from isthmus.flags import Parser, add_engine_flags, add_sampling_flags  # noqa: E402
+from isthmus.plan import verb as plan  # noqa: E402
+from isthmus.replay import verb as replay  # noqa: E402
 from isthmus.server.config import ServerConfig  # noqa: E402
+from isthmus.sim import verb as simulate  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +46,11 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     _add_generate(verbs)
     _add_serve(verbs)
+    plan.add_parser(verbs)
+    replay.add_parser(verbs)
+    simulate.add_parser(verbs)
     _add_bench(verbs)
+    top.add_parser(verbs)
     env = verbs.add_parser("env", help="print versions, processor and memory, for bug reports")
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(run=_env)
@@ -76,7 +83,7 @@ def _add_serve(verbs: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
-    bench = verbs.add_parser("bench", help="measure: memory, throughput, step, kernels, split, serve, chats, soak, ab")
+    bench = verbs.add_parser("bench", help="measure (throughput, serve, split ...) and try (fuzz): see bench --help")
     kinds = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=Parser)
     memory = kinds.add_parser("memory", help="microseconds the memory core takes per step")
     memory.add_argument("--json", action="store_true", help="one JSON object with raw samples")
@@ -98,11 +105,7 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     _add_bench_serve(kinds)
     chats = kinds.add_parser("chats", help="multi-turn chats with the prefix cache and without")
     add_engine_flags(chats)
-    for flag, default, text in (
-        ("--conversations", 8, "at once"), ("--turns", 10, "of each"), ("--system", 512, "shared tokens"),
-        ("--user", 48, "new tokens a turn"), ("--answer", 48, "tokens of each answer"),
-    ):  # fmt: skip
-        chats.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    _add_chats(chats)
     chats.add_argument("--json", action="store_true", help="one JSON object")
     chats.set_defaults(run=_bench_chats)
     soak = kinds.add_parser("soak", help="a server under clients that come, stay and vanish")
@@ -117,6 +120,9 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     soak.add_argument("--json", action="store_true", help="one JSON object")
     soak.set_defaults(run=_bench_soak)
     _add_bench_ab(kinds)
+    _add_bench_fuzz(kinds)
+    _add_bench_squeeze(kinds)
+    _add_bench_snapshots(kinds)
     for parser in kinds.choices.values():
         parser.set_defaults(run=functools.partial(_bench, parser.get_default("run")))
 
@@ -181,6 +187,48 @@ def _add_bench_ab(kinds: argparse._SubParsersAction[Parser]) -> None:
     ab.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     ab.add_argument("--server-command", help=argparse.SUPPRESS)  # instead of this isthmus, for tests
     ab.set_defaults(run=_bench_ab)
+
+
+def _add_bench_fuzz(kinds: argparse._SubParsersAction[Parser]) -> None:
+    fuzz = kinds.add_parser("fuzz", help="the real scheduler in random worlds, all of it checked at every turn")
+    fuzz.add_argument(
+        "--worlds", type=int, metavar="N", help="how many (default 1000; 1 with --seed, no limit with --minutes)"
+    )
+    fuzz.add_argument("--seed", type=int, metavar="S", help="of the first; the others follow (default 0)")
+    fuzz.add_argument("--minutes", type=float, metavar="M", help="begin no world after so long")
+    fuzz.add_argument("--json", action="store_true", help="one JSON object")
+    fuzz.set_defaults(run=_bench_fuzz)
+
+
+def _add_bench_snapshots(kinds: argparse._SubParsersAction[Parser]) -> None:
+    snapshots = kinds.add_parser(
+        "snapshots", help="where states are saved: hit rates in multi-turn chats, no model run"
+    )
+    add_engine_flags(snapshots)
+    _add_chats(snapshots)
+    snapshots.add_argument(
+        "--intervals", type=_counts, default=(64, 256, 512, 2048), metavar="N,N",
+        help="fixed ones to compare with, in tokens (default 64,256,512,2048)",
+    )  # fmt: skip
+    snapshots.add_argument("--json", action="store_true", help="one JSON object")
+    snapshots.set_defaults(run=_bench_snapshots)
+
+
+def _add_chats(parser: Parser) -> None:
+    for flag, default, text in (
+        ("--conversations", 8, "at once"), ("--turns", 10, "of each"), ("--system", 512, "shared tokens"),
+        ("--user", 48, "new tokens a turn"), ("--answer", 48, "tokens of each answer"),
+    ):  # fmt: skip
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+
+
+def _add_bench_squeeze(kinds: argparse._SubParsersAction[Parser]) -> None:
+    squeeze = kinds.add_parser("squeeze", help="three kinds in one arena, the float squeezed from both sides")
+    squeeze.add_argument("--steps", type=int, default=100_000, metavar="N", help="how many (default %(default)s)")
+    squeeze.add_argument("--seed", type=int, default=0, help="of the load (default %(default)s)")
+    squeeze.add_argument("--enable-prefix-caching", action="store_true", help="keep what has ended until it is evicted")
+    squeeze.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    squeeze.set_defaults(run=_bench_squeeze)
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -325,6 +373,29 @@ def _bench_ab(args: argparse.Namespace) -> int:
     result = ab.run(args)
     report.show(result, args.json, ab.lines)
     return 1 if ab.failed(result) else 0
+
+
+def _bench_fuzz(args: argparse.Namespace) -> int:
+    from isthmus.bench import report  # noqa: PLC0415
+    from isthmus.sim import fuzz  # noqa: PLC0415
+
+    result = fuzz.run(args.worlds, args.seed, args.minutes)
+    report.show(result, args.json, fuzz.lines)
+    return 1 if result["failures"] else 130 if result["interrupted"] else 0
+
+
+def _bench_snapshots(args: argparse.Namespace) -> int:
+    from isthmus.bench import report, snapshots  # noqa: PLC0415
+
+    report.show(snapshots.run(args), args.json, snapshots.lines)
+    return 0
+
+
+def _bench_squeeze(args: argparse.Namespace) -> int:
+    from isthmus.bench import report, squeeze  # noqa: PLC0415
+
+    report.show(squeeze.run(args.steps, args.seed, prefix_caching=args.enable_prefix_caching), args.json, squeeze.lines)
+    return 0
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *more: type) -> None:
             options["action"] = "store_false" if setting.flag.startswith("--no-") else "store_true"
         elif setting.choices:
             options |= {"choices": setting.choices, "type": str}
+            if setting.bare is not None:
+                options |= {"nargs": "?", "const": setting.bare}
         else:
             options |= {"type": _converter(setting, kind), "metavar": "X"}
         if not setting.flag.startswith("-"):

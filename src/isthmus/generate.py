@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_args(args)
     if args.compare_static and settings.get("memory") == "static":
         raise ConfigError("--compare-static runs unified memory first: leave out --memory static")
+    if args.compare_static and settings.get("journal") is not None:
+        raise ConfigError("--compare-static runs two pools, and a journal is the life of one: leave out --journal")
     llm = LLM(**settings)
     if args.map:
         print(llm.certificate(), file=sys.stderr)
@@ -61,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
         print(_map("unified" if llm.engine.pool.walls is None else "static", first), file=sys.stderr)
     if args.compare_static:
         print(_compare(llm, jobs, first), file=sys.stderr)
+    if llm.journal is not None:
+        llm.journal.close()
+        print(f"journal of {llm.journal.records:,} records in {llm.journal.path}", file=sys.stderr)
     return 1 if first.aborted else 0
 
 

@@ -23,6 +23,7 @@ import torch
 from jinja2 import TemplateError
 from tqdm import tqdm
 
+from isthmus import __version__
 from isthmus.engine import capacity, sizing
 from isthmus.engine.backends import backend_on, resolve_device
 from isthmus.engine.config import CACHE_DTYPES, EngineConfig
@@ -30,8 +31,10 @@ from isthmus.engine.core import Engine
 from isthmus.engine.laps import Laps
 from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
 from isthmus.engine.products import bound_product_caches
+from isthmus.engine.recorder import Recorder
+from isthmus.engine.sanitizer import GuardedPool
 from isthmus.errors import ConfigError
-from isthmus.memory import ArenaUsage, Pool
+from isthmus.memory import ArenaUsage, Journal, JournalError, Pool
 from isthmus.model.layout import derive
 from isthmus.model.source import build_model, resolve
 from isthmus.params import RequestError, SamplingParams
@@ -74,6 +77,7 @@ class LLM:
         device = resolve_device(asked.device)
         self.config = asked.on(device, engine_args)
         _warn_of_idle(engine_args, self.config)
+        self.journal = _journal(self.config)
         load_format = self.config.model.load_format
         source = resolve(self.config.model.model, load_format=load_format)
         self.name = source.name
@@ -218,6 +222,8 @@ class LLM:
         """
         if self.engine.has_work:
             raise ConfigError("the memory cannot be changed while requests are served: finish or abort them first")
+        if self.journal is not None:
+            raise ConfigError("a --journal is the life of one pool, and static memory is another one: leave it out")
         arena_bytes, before = self.engine.pool.arena_bytes, self.engine.pool.walls
         if isinstance(split, Mapping):
             walls: Mapping[str, int] = split
@@ -247,11 +253,15 @@ class LLM:
         ]
         if pool.walls is not None:
             lines.append("walls: " + ", ".join(f"{name} {size:,} bytes" for name, size in pool.walls.items()))
-        lines.append(f"{pool.ids('tokens').capacity:,} virtual page ids, page tables of {4 * entries:,} bytes")
+        ids = ", ".join(f"{space.capacity:,} of {name}" for name, space in pool.spaces.items())
+        lines.append(f"virtual page ids: {ids}; page tables of {4 * entries:,} bytes")
         for length in sorted({min(n, longest - 1) for n in (1024, 8192, longest - 1)}):
             lines.append(f"{capacity.concurrent(pool, length, most):,} sequences of {length:,} tokens fit together")
         total = capacity.total_tokens(pool, longest - 1, most)
         cap = "" if most is None else f" under --max-total-tokens {most:,}"
+        if self.journal is not None:
+            before = "" if self.journal.kept is None else f"; the one before is {self.journal.kept}"
+            lines.append(f"journal {self.journal.path}, the newest {self.journal.ring_bytes:,} bytes{before}")
         lines.append(f"{total:,} tokens fit in sequences of up to {longest:,}{cap}")
         return "\n".join(lines)
 
@@ -259,12 +269,16 @@ class LLM:
 
     def _pool(self, arena_bytes: int, walls: Mapping[str, int] | None) -> tuple[Pool, int]:
         """The bookkeeping, and the longest sequence it is good for. ConfigError if that is none or too short."""
-        pool = Pool(arena_bytes, self.layout.groups, walls=walls)
+        try:
+            kind = Pool if self.config.memory.check_memory == "off" else GuardedPool
+            pool = kind(arena_bytes, self.layout.groups, walls=walls, journal=self.journal)
+        except JournalError as error:
+            raise ConfigError(f"--journal {error}") from error
         return pool, sizing.max_model_len(self.config, self.layout.max_model_len, pool)
 
     def _build_engine(self, pool: Pool, max_model_len: int) -> Engine:
         config = self.config
-        return Engine(
+        engine = Engine(
             pool,
             self._backend.executor(pool, max_model_len),
             self.tokenizer,
@@ -274,7 +288,12 @@ class LLM:
             eos_token_ids=self.end_token_ids,
             max_cached_tokens=config.memory.max_total_tokens,
             prefix_caching=config.memory.enable_prefix_caching,
+            page_size=config.memory.page_size,
+            check_memory=config.memory.check_memory,
         )
+        if self.journal is not None:
+            engine.executor = Recorder(engine.executor, engine.scheduler.running, self.journal)
+        return engine
 
     def _rebuild(self, pool: Pool, max_model_len: int) -> None:
         for name in list(self.engine.scheduler.requests):
@@ -358,6 +377,21 @@ def _fitting() -> Iterator[None]:
             f"the device has too little memory to start: {line} Free it, or lower --dtype, --max-num-batched-tokens, "
             "--max-num-seqs or --gpu-memory-utilization"
         ) from error
+
+
+def _journal(config: EngineConfig) -> Journal | None:
+    """The file is had before a model is loaded. ConfigError if it cannot be."""
+    memory = config.memory
+    if memory.journal is None:
+        return None
+    try:
+        return Journal(
+            memory.journal,
+            memory.journal_bytes,
+            about={"model": config.model.model, "device": config.device.device, "isthmus": __version__},
+        )
+    except JournalError as error:
+        raise ConfigError(f"--journal {error}") from error
 
 
 def _warn_of_idle(given: Collection[str], config: EngineConfig) -> None:

@@ -48,6 +48,12 @@ class Holdings:
         free: Bool = self.locks[lock][self.ids(lock, slots)] == 0
         return free
 
+    def is_idle(self, group: str, ids: Ids) -> Bool:
+        """Which of these ids of pages in the group are the cache's and locked by nobody: `idle` counts them."""
+        lock = next(lock for lock in self.roles.locks if group in self.roles.counted(lock))
+        found: Bool = (self.slot_of[self.space(group)][ids] > 0) & (self.locks[lock][ids] == 0)
+        return found
+
     def adopt(self, space: str, ids: Ids, slots: Slots) -> None:
         """Private ids become the cache's, as what these nodes hold; nobody has locked them yet."""
         assert not self.slot_of[space][ids].any(), f"an id of {space!r} is the cache's already"
@@ -89,6 +95,21 @@ class Holdings:
         assert (locks[ids] >= 0).all(), f"a page of {name!r} was unlocked more often than locked"
         self._tally(name, np.unique(ids[locks[ids] == 0]), 1)
 
+    def bury(self) -> Slots:
+        """Forget ids that died in other hands, which is always a fault, and count anew. Returns their nodes."""
+        buried = [np.zeros(0, np.int64)]
+        for space, slot_of in self.slot_of.items():
+            owned = np.flatnonzero(slot_of)
+            dead = owned[~self.pool.ids(space).is_live(owned)]
+            buried.append(slot_of[dead].astype(np.int64))
+            (self.nodes.page if space == "tokens" else self.nodes.snapshot)[buried[-1]] = 0
+            slot_of[dead] = 0
+            for lock in self.roles.locks:
+                if self.space(lock) == space:
+                    self.locks[lock][dead] = 0
+        self.idle = self._count_idle()
+        return np.concatenate(buried)
+
     def check(self) -> None:
         """Assert the equations at the top of this file, and what locks say about chains."""
         nodes, live = self.nodes, self.nodes.live()
@@ -103,12 +124,10 @@ class Holdings:
             named = self.slot_of[space][column[holding]]
             assert np.array_equal(named, holding), f"prefix cache: an id of {space!r} names another node"
             assert self.pool.ids(space).is_live(owned).all(), f"prefix cache: a dead id of {space!r}"
-        idle = dict.fromkeys(self.idle, 0)
         for lock, counts in self.locks.items():
             owned = np.flatnonzero(self.slot_of[self.space(lock)])
             assert np.isin(np.flatnonzero(counts), owned).all(), f"prefix cache: a lock of {lock!r} on a foreign id"
-            for group in self.roles.counted(lock):
-                idle[group] = int(self.pool.is_bound(group, owned[counts[owned] == 0]).sum())
+        idle = self._count_idle()
         assert idle == self.idle, f"prefix cache: {self.idle} idle pages counted, {idle} there"
         for window in self.roles.windows:
             whole = self.locks[self.roles.covering[0]]
@@ -125,6 +144,14 @@ class Holdings:
         assert (above >= used).all(), "prefix cache: a locked node below one that is not"
         later = (nodes.last[parents] >= nodes.last[below]) | (above > 0)
         assert later.all(), "prefix cache: a node was used after its parent"
+
+    def _count_idle(self) -> dict[str, int]:
+        idle = dict.fromkeys(self.idle, 0)
+        for lock, counts in self.locks.items():
+            owned = np.flatnonzero(self.slot_of[self.space(lock)])
+            for group in self.roles.counted(lock):
+                idle[group] = int(self.pool.is_bound(group, owned[counts[owned] == 0]).sum())
+        return idle
 
     def _tally(self, lock: str, ids: Ids, sign: int) -> None:
         for group in self.roles.counted(lock):

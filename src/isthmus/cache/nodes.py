@@ -36,6 +36,7 @@ class Nodes:
         self._slot: dict[bytes, int] = {}
         self._name: list[bytes] = [b""] * 64
         self._free: list[int] = []
+        self._hidden = 0  # nodes that were hidden since the start
 
     def __len__(self) -> int:
         return len(self._slot)
@@ -71,6 +72,14 @@ class Nodes:
             self._free.append(slot)
             self.children[parent] -= 1
             slot = parent
+
+    def hide(self) -> None:
+        """Nobody finds what is here any more; it stays, under names that no page has, until it is pruned."""
+        slots = list(self._slot.values())
+        for i, slot in enumerate(slots, self._hidden):
+            self._name[slot] = i.to_bytes(8, "little")  # a page's name is longer
+        self._slot = {self._name[slot]: slot for slot in slots}
+        self._hidden += len(slots)
 
     def live(self) -> Slots:
         """All slots in use."""

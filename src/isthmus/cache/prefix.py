@@ -124,6 +124,11 @@ class PrefixCache:
         """Pages per group that nobody uses: what could be evicted at most."""
         return self._holdings.idle
 
+    def is_idle(self, group: str, ids: Ids) -> Bool:
+        """Which of these ids have a page in the group that nobody uses, so that it could be evicted. Ids with a page
+        there, or 0."""
+        return self._holdings.is_idle(group, ids)
+
     def ids(self, space: str) -> Slots:
         """The virtual ids of a space that the cache owns, ascending."""
         return np.flatnonzero(self._holdings.slot_of[space])
@@ -241,6 +246,20 @@ class PrefixCache:
         *_, everything = self._rank().batches()
         self._drop(everything, len(everything))
         self._ranking = None
+
+    def distrust(self) -> None:
+        """What is here may be wrong: evict what nobody uses, and find the rest never again.
+
+        Sequences that use some of it may have read it, and must neither insert nor keep anything under the names they
+        have: they need new ones, when they start again.
+        """
+        self.reset()
+        self._nodes.hide()
+
+    def bury(self) -> None:
+        """After a fault: forget ids that somebody else has given back."""
+        for slot in self._holdings.bury().tolist():
+            self._nodes.prune(slot)
 
     def check(self, private: Mapping[str, Ids] | None = None) -> None:
         """Assert every equation. `private[space]`: the ids that sequences own; then also that each live id has one

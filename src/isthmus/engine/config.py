@@ -67,6 +67,7 @@ class Setting:
     flag: str  # "--max-model-len"; a bare name is a positional
     aliases: tuple[str, ...] = ()  # accepted, not shown
     choices: tuple[str, ...] = ()
+    bare: str | None = None  # what the flag alone means; None: a value is due
     parse: Callable[[str], Any] | None = None  # from the command line or YAML text; None: the field's own type
 
 
@@ -174,6 +175,13 @@ class MemoryConfig(Checked):
         choices=tuple(CACHE_DTYPES),
     )
     page_size: int = setting("--page-size", "tokens per page", default=16)
+    check_memory: str = setting(
+        "--check-memory",
+        "find, name and fence faults of memory: audit (the flag alone) is cheap, full checks every page a step touches",
+        default="off",
+        choices=("off", "audit", "full"),
+        bare="audit",
+    )
     static_split: Mapping[str, float] | None = setting(
         "--static-split",
         "shares of the groups with --memory static, such as full=0.5,window=0.5; default: best for --static-workload",
@@ -186,9 +194,22 @@ class MemoryConfig(Checked):
         default=(1024, 256),
         parse=lambda text: tuple(parse_size(part) for part in text.split(",")),
     )
+    journal: str | None = setting(
+        "--journal", "file that records what the pool does, for isthmus replay; default: none", default=None
+    )
+    journal_bytes: int | None = setting(
+        "--journal-bytes",
+        "what the journal keeps: the newest so many bytes of it; default: 64m, or more for a very large pool",
+        default=None,
+        parse=parse_size,
+    )
 
     def __post_init__(self) -> None:
         self._require_choices()
+        self._require("journal", self.journal != "", "a file")
+        self._require("journal_bytes", self.journal_bytes is None or self.journal_bytes >= 1, "at least one byte")
+        needless = self.journal_bytes is not None and self.journal is None
+        self._require("journal_bytes", not needless, "left out unless there is a --journal")
         self._require("pool_bytes", self.pool_bytes is None or self.pool_bytes >= 1, "at least one byte")
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         self._require("max_total_tokens", self.max_total_tokens is None or self.max_total_tokens >= 1, "at least 1")

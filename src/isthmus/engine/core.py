@@ -19,6 +19,7 @@ from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.detokenize import Detokenizer, TextDecoder
 from isthmus.engine.grammar import Follower, Grammars
 from isthmus.engine.output import CompletionOutput, PromptLogprobs, RequestOutput, TokenLogprob
+from isthmus.engine.sanitizer import Sanitizer
 from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request
 from isthmus.engine.sequence import Sequence as Seq
@@ -52,6 +53,8 @@ class Engine:
         eos_token_ids: ids that end a sequence.
         max_cached_tokens: cap on what all sequences cache together; None: what the pool holds.
         prefix_caching: do not compute again what earlier requests left in the pool.
+        page_size: see `Scheduler`.
+        check_memory: "audit" or "full": find faults of memory, end those whom they concern, serve on (`Sanitizer`).
     """
 
     def __init__(
@@ -66,9 +69,10 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         max_cached_tokens: int | None = None,
         prefix_caching: bool = False,
+        page_size: int | None = None,
+        check_memory: str = "off",
     ) -> None:
         self.pool = pool
-        self.executor = executor
         self.decoder = TextDecoder(tokenizer)
         self.scheduler = Scheduler(
             pool,
@@ -77,8 +81,14 @@ class Engine:
             eos_token_ids=eos_token_ids,
             max_cached_tokens=max_cached_tokens,
             prefix_caching=prefix_caching,
+            page_size=page_size,
         )
+        self.sanitizer: Sanitizer | None = None
+        if check_memory != "off":
+            self.sanitizer = Sanitizer(executor, self.scheduler, full=check_memory == "full")
+        self.executor: Executor = self.sanitizer or executor
         self.failure: BaseException | None = None  # what broke the executor; nothing is served after it
+        self._faulty: list[RequestOutput] = []  # of requests that a fault of memory has ended, not reported
         self._flights: deque[_Flight] = deque()  # oldest first; empty between steps unless the executor overlaps
         self._vocab_size = vocab_size
         self._grammars = Grammars(tokenizer, vocab_size, sorted(eos_token_ids))
@@ -88,8 +98,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Is there a request that has not ended, or a step whose results were not taken?"""
-        return self.scheduler.has_work or bool(self._flights)
+        """Is there a request that has not ended, a step whose results were not taken, or something to report?"""
+        return self.scheduler.has_work or bool(self._flights) or bool(self._faulty)
 
     def add_request(
         self,
@@ -141,8 +151,8 @@ class Engine:
             if step is not None:
                 self._flights.append(self._launch(step))
                 if self.executor.overlaps and len(self._flights) == 1:
-                    return []
-            return self._take(self._flights.popleft()) if self._flights else []
+                    return self._take_faulty()
+            return self._take(self._flights.popleft()) if self._flights else self._take_faulty()
         except BaseException as error:
             self.failure = error
             self._flights.clear()  # nobody can say what came of them
@@ -164,6 +174,7 @@ class Engine:
             self._writers.pop(sequence, None)
             self._followers.pop(sequence, None)
         self._scores.pop(request_id, None)
+        self._audit()
         return True
 
     def _launch(self, step: Step) -> _Flight:
@@ -171,12 +182,18 @@ class Engine:
             for sample in step.samples:
                 if sample.mask is not None:
                     sample.mask.prepare()
-        return _Flight(step, self.executor.launch(step), [self._scores[span.request_id] for span in step.scores])
+        flight = _Flight(step, self.executor.launch(step), [self._scores[span.request_id] for span in step.scores])
+        self._end_faulty()
+        return flight
 
     def _take(self, flight: _Flight) -> list[RequestOutput]:
         step, results = flight.step, flight.launched.wait()
+        self._end_faulty()
+        outputs = self._take_faulty()
         self._score(flight, results[len(step.samples) :])
-        return self._settle(step, results[: len(step.samples)])
+        outputs += self._settle(step, results[: len(step.samples)])
+        self._audit()
+        return outputs + self._take_faulty()
 
     def _settle(self, step: Step, sampled: Sequence[Result]) -> list[RequestOutput]:
         results: list[RequestOutput] = []
@@ -202,6 +219,33 @@ class Engine:
             if request.request_id not in self.scheduler.requests:
                 result.finished, result.receipt = True, request.receipt
         return results
+
+    def _audit(self) -> None:
+        """Do the books balance? Whoever is at fault ends."""
+        if self.sanitizer is not None:
+            self.sanitizer.audit()
+            self._end_faulty()
+
+    def _end_faulty(self) -> None:
+        """Sequences that the sanitiser has ended get their last output."""
+        if self.sanitizer is None:
+            return
+        for sequence, problem in self.sanitizer.carry_out():
+            request = sequence.request
+            result = next((output for output in self._faulty if output.request_id == request.request_id), None)
+            if result is None:
+                result = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [])
+                result.num_cached_tokens = request.receipt.cached_tokens
+                self._faulty.append(result)
+            result.outputs.append(self._give_up(sequence, problem))
+            self._scores.pop(request.request_id, None)
+            if request.request_id not in self.scheduler.requests:
+                result.finished, result.receipt = True, request.receipt
+
+    def _take_faulty(self) -> list[RequestOutput]:
+        """What they have to report."""
+        outputs, self._faulty = self._faulty, []
+        return outputs
 
     def _score(self, flight: _Flight, results: Sequence[Result]) -> None:
         """Keep the log probabilities of prompt tokens until the request has output."""

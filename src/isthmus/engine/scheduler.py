@@ -96,6 +96,8 @@ class Scheduler:
         eos_token_ids: ids that end a sequence unless its request says `ignore_eos`.
         max_cached_tokens: cap on what all sequences cache together, in whole pages; None: what the pool holds.
         prefix_caching: keep full pages of sequences that ended, for others that start with the same tokens.
+        page_size: tokens between two boundaries that cached prefixes can end at; None: the token groups' page. Another
+            one only in a model of states alone, which has no such groups.
         clock: seconds, for receipts alone.
     """
 
@@ -108,6 +110,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         max_cached_tokens: int | None = None,
         prefix_caching: bool = False,
+        page_size: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -118,7 +121,7 @@ class Scheduler:
         self.waiting: deque[Seq] = deque()
         self.requests: dict[str, Request] = {}  # those with a sequence that has not ended
         self._eos = frozenset(eos_token_ids)
-        self._page_size = capacity.page_size(pool.groups.values())
+        self._page_size = page_size or capacity.page_size(pool.groups.values())
         self._page_bytes = {name: group.spec.page_bytes for name, group in pool.groups.items()}
         self.cache = PrefixCache(pool, self._page_size) if prefix_caching else None
         self.placement = Placement(pool, config.max_num_seqs, self.cache)
@@ -127,7 +130,6 @@ class Scheduler:
         self.clock = clock
         self._arrivals = 0
         self._flights: deque[_Flight] = deque()  # oldest first
-        self._suspect = False  # the step that is out may have read what a step with a problem wrote
         self._unshared: _Flight | None = None  # the newest step, until what it computes is shared
         self._most_tokens = max_cached_tokens
         # Tokens of one sequence alone that can be cached.
@@ -197,6 +199,14 @@ class Scheduler:
         if self.cache is not None:
             self.cache.reset()
 
+    def distrust_prefix_cache(self) -> None:
+        """What is cached may be wrong: no later request gets any of it, nor what those that run make of it, who may
+        have read it, or be about to in the step that is out."""
+        if self.cache is not None:
+            self.cache.distrust()
+            for sequence in self.running:
+                sequence.names = None
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
@@ -247,11 +257,8 @@ class Scheduler:
                     ended.append((sequence, *end))
         self.counters.generation_tokens += tokens
         self._finish(ended)
-        # What was computed along with a problem must not come back in later requests: nor what a step that is out
-        # already may have read of it.
-        if problems or self._suspect:
-            self.reset_prefix_cache()
-        self._suspect = problems and bool(self._flights)
+        if problems:
+            self.distrust_prefix_cache()
         return events
 
     # -- inside: who runs -----------------------------------------------------------------------------------
