@@ -50,9 +50,7 @@ EXPECTED = {
     "Nemotron-H-8B": Bytes(rows(4, 8, 128), state=24 * (conv(4, 128 * 64 + 2 * 8 * 128) + 128 * 64 * 128 * 4)),
     "Granite-4-H-Tiny": Bytes(rows(4, 4, 128), state=36 * (conv(4, 48 * 64 + 2 * 128) + 48 * 64 * 128 * 4)),
     # Four convolutions in each layer, over keys, values and twice the residual stream, computed in float32.
-    "Inkling-Small": Bytes(
-        rows(7, 8, 128), rows(35, 8, 128), state=42 * conv(4, 2 * 8 * 128 + 2 * 4096), size=512
-    ),
+    "Inkling-Small": Bytes(rows(7, 8, 128), rows(35, 8, 128), state=42 * conv(4, 2 * 8 * 128 + 2 * 4096), size=512),
 }
 
 

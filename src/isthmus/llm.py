@@ -94,7 +94,8 @@ class LLM:
             self._names = itertools.count()
             self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request: where its increments go
             arena_bytes = self._backend.arena_bytes()
-            walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes)
+            context = self.config.model.max_model_len or self.layout.max_model_len
+            walls = sizing.walls(self.config.memory, self.layout.groups, arena_bytes, context)
             self.engine = self._build_engine(*self._pool(arena_bytes, walls))
             self._laps.lap("arena and graphs" if device == "cuda" else "arena")
 

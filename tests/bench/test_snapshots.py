@@ -15,7 +15,8 @@ def test_chats_find_more_than_at_fixed_intervals(capsys: pytest.CaptureFixture[s
     """Prompts end anywhere; the last full page of each is where the next turn can start. (A tight interval also saves
     what is in the answers, and finds more in such short chats.)"""
     assert (
-        main(["bench", "snapshots", "LFM2-1.2B", "--pool-bytes", "256m", *CHATS, "--intervals", "64,128", "--json"]) == 0
+        main(["bench", "snapshots", "LFM2-1.2B", "--pool-bytes", "256m", *CHATS, "--intervals", "64,128", "--json"])
+        == 0
     )
     rules = json.loads(capsys.readouterr().out)["rules"]
     sent = {rule["prompt_tokens"] for rule in rules.values()}

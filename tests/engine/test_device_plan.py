@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.engine.device_plan import DevicePlan, Tables
+from isthmus.engine.device_plan import DevicePlan, StatePlan, Tables
 from isthmus.engine.step import BlockWrites, Step
-from isthmus.memory import Delta, Group, LayerKV, Op, Writes, kv_spec
+from isthmus.memory import Delta, Group, LayerKV, Op, Writes, kv_spec, state_spec
 
 GROUPS = (
     Group("full", kv_spec([LayerKV(0, 1, 8, 8)], 4), "append"),
     Group("window", kv_spec([LayerKV(1, 1, 8, 8)], 4), "window", 6),
 )
-TABLES = Tables.of(GROUPS, 30, 3, 40)  # 3 rows of 10 columns, then 31 entries per group
+TABLES = Tables.of(GROUPS, {"tokens": 30}, 3, 40)  # 3 rows of 10 columns, then 31 entries per group
 
 
 def ints(*values: int) -> np.ndarray:
@@ -74,3 +74,19 @@ def test_decodes_read_their_own_row_and_chunks_do_not() -> None:
 
     chunks = plan([2, 5], [12, 0], [], nothing)
     assert all(group.items is None for group in chunks.groups.values())
+
+
+def test_states_are_entries_of_their_own_table_and_padding_has_the_null_page() -> None:
+    """Ids of states are not ids of tokens: their table is as long as their space."""
+    state = Group("state", state_spec([("0.x", (4,), "float32")]), "state")
+    tables = Tables.of((*GROUPS, state), {"tokens": 30, "states": 3}, 3, 40)
+    assert tables.at["state"] == 30 + 2 * 31
+    assert tables.size == tables.at["state"] + 4
+    nothing = BlockWrites(ints(), ints(), ints())
+    step = Step(Delta(), nothing, ints(*[0] * 6), ints(0, 1, 6), ints(12, 0), ints(0, 1), (), ints(3, 1))
+    made = StatePlan.of(step, state, tables).padded(1, 2)
+    null = tables.at["state"]
+    assert made.entry.tolist() == [null + 3, null + 1, null]
+    assert made.fresh.tolist() == [False, True, True]
+    assert made.query_start.tolist() == [0, 1, 6, 8]
+    assert (made.decodes.tolist(), made.chunks.tolist()) == ([0], [1, 2])

@@ -35,7 +35,7 @@ SIZE = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-GEMMA = {
+GEMMA: dict[str, Any] = {
     **SIZE,
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],

@@ -346,6 +346,27 @@ def test_a_problem_empties_the_cache_even_of_a_sequence_that_has_ended_meanwhile
     assert not world.scheduler.has_work
 
 
+@pytest.mark.parametrize("shape", ["full", "full+window"])
+def test_nobody_finds_pages_of_a_problem_that_others_still_use(shape: str) -> None:
+    """Who started from them before it came to light keeps them alive, and makes more of them."""
+    world, prompt = warm(shape, budget=200), [5] * 30
+    world.ask(prompt, 20)
+    step = planned(world)
+    heir = world.ask([*prompt, 1], 20)
+    planned(world)
+    assert heir.receipt.cached_tokens == 28
+    world.flights.popleft()[1].wait()
+    world.scheduler.settle(step, [Sampled(-1, problem="not a number")])
+    later = world.ask([*prompt, 2], 20)
+    planned(world)
+    assert later.receipt.known_tokens == 0
+    world.serve()
+    assert len(heir.sequences[0].output) == 20
+    last = world.ask([*prompt, 1, *heir.sequences[0].output, 1], 3)
+    world.finish()
+    assert last.receipt.known_tokens == 28, "of the later one; the heir's own pages are not for others"
+
+
 # -- the engine --------------------------------------------------------------------------------------------------
 
 
@@ -507,24 +528,3 @@ def test_requests_that_lose_their_memory_leave_nothing_running(folder: Path) -> 
         leave_a_stream()
     assert not devices[0].out
     assert list(streams[0]) == []
-
-
-def test_what_read_a_problem_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that was out when a problem came to light may have shared pages that were made of it."""
-    world = World("full", 4, room_for=4, length=60, overlap=True)
-    for _ in range(2):
-        world.add(5, 9)
-    scheduler = world.scheduler
-    resets: list[None] = []
-    monkeypatch.setattr(scheduler, "reset_prefix_cache", lambda: resets.append(None))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert first is not None
-    assert second is not None
-    scheduler.settle(first, [Sampled(-1, problem="not finite"), 3])
-    assert len(resets) == 1
-    third = scheduler.schedule()
-    assert third is not None
-    scheduler.settle(second, [3] * len(second.samples))
-    assert len(resets) == 2
-    scheduler.settle(third, [3] * len(third.samples))
-    assert len(resets) == 2

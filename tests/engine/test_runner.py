@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from isthmus.memory import Copies, Delta, Frees, Moves, Op, Pool, Writes
 from isthmus.model.layout import derive
 from tests.model.harness import Harness, Run, argmax, paged, tiny
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,

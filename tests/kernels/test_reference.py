@@ -73,6 +73,7 @@ def world(
         position = torch.arange(first, p)
         where = torch.from_numpy(pages[s])[position // page_size], position % page_size
         new.cache.key.write(*where, keys[s][first:p])
+        assert new.cache.value is not None
         new.cache.value.write(*where, values[s][first:p])
     return new
 
@@ -177,6 +178,7 @@ def test_writes_touch_their_own_slots_only() -> None:
             if page:
                 place = torch.tensor([page]), torch.tensor([t % 4])
                 cache.key.write(*place, w.keys[s][t : t + 1])
+                assert cache.value is not None
                 cache.value.write(*place, w.values[s][t : t + 1])
     assert torch.equal(w.arena, expected)
     assert not torch.equal(w.arena, before)

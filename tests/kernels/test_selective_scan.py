@@ -51,7 +51,7 @@ def test_any_chunks_give_the_recurrence(cut: Cut) -> None:
 def test_work_is_cut_to_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two channels at a time, then the one that is left, give what all give side by side."""
     given, states = draw(), States(len(LENGTHS), (GROUPS, D, N))
-    monkeypatch.setattr(module, "SLAB_BYTES", 2 * sum(LENGTHS) * GROUPS * N * 16)
+    monkeypatch.setattr(module, "SLAB_BYTES", 2 * sum(LENGTHS) * GROUPS * N * 24)
     check(given, run(given, states, CUTS["whole"]), states, 1e-5)
 
 

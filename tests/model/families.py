@@ -127,6 +127,15 @@ ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZE, **HEADS, "layer_types": [F, S, S, F], "sliding_window": WINDOW, "moe_intermediate_size": 32},
     ),
 }
+PLAIN_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {**SIZE, **HEADS, **PLAIN_EXPERTS, "num_hidden_layers": 2, "pad_token_id": 0, "n_routed_experts": 4})
+    for name in (
+        *("apertus", "arcee", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm4", "granite", "granitemoe", "helium"),
+        *("hunyuan_v1_dense", "internlm3", "minimax_m2", "mixtral", "nanochat", "olmo2", "olmoe", "phi", "phimoe"),
+        *("qwen2", "qwen2_moe", "qwen3_moe", "seed_oss", "solar_open", "starcoder2"),
+    )
+}
 POSITIONED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "llama4_text",
@@ -352,10 +361,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FAMILIES = ATTENTION | POSITIONED | LATENT | RECURRENT
-"""A row: model_type and the values of its config. POSITIONED ones have attention that counts positions
-itself, in Transformers; LATENT ones cache a latent row a token (MLA); RECURRENT ones keep a
-state page a sequence."""
+FAMILIES = ATTENTION | PLAIN | POSITIONED | LATENT | RECURRENT
+"""A row: model_type and the values of its config. PLAIN ones are attention that others show already; POSITIONED ones
+have attention that counts positions itself, in Transformers; LATENT ones cache a latent row a token (MLA); RECURRENT
+ones keep a state page a sequence."""
 
 
 def config_of(name: str) -> tuple[str, dict[str, Any]]:

@@ -159,3 +159,15 @@ def test_attention_that_looks_ahead_is_refused() -> None:
     model = meta("gemma3_text", **SMALL, num_hidden_layers=2, use_bidirectional_attention=True)
     with pytest.raises(ModelError, match="Gemma3Attention is not causal"):
         derive(model, 16, "bfloat16")
+
+
+def test_attention_with_a_mask_of_its_own_is_refused() -> None:
+    """It says more than which tokens come later: Doge's weighs every value it masks."""
+    model = meta("doge", **SMALL, num_hidden_layers=2)
+    with pytest.raises(ModelError, match="DogeAttention passes attention_mask"):
+        derive(model, 16, "bfloat16")
+
+
+def test_a_module_that_knows_its_layer_but_is_handed_no_cache_keeps_nothing() -> None:
+    found = layout("hunyuan_v1_dense", **SMALL, intermediate_size=96, num_hidden_layers=2, pad_token_id=0)
+    assert [group.name for group in found.groups] == ["full"]

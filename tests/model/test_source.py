@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
+    FalconConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Mistral3Config,
@@ -132,9 +133,25 @@ def test_dummy_weights_need_no_file_and_are_the_same_every_time(folder: Path) ->
     assert first.model.layers[0].input_layernorm.weight.eq(1).all()
 
 
+def test_a_family_with_a_table_of_attentions_of_its_own_is_refused(tmp_path: Path) -> None:
+    FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50).save_pretrained(tmp_path)
+    source = resolve(str(tmp_path), load_format="dummy")
+    text = refusal(lambda: build_model(source, torch.float32, load_format="dummy"))
+    assert text == "falcon cannot be served: its attention cannot be replaced"
+
+
 def edit_config(folder: Path, **values: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_numbers_that_do_not_go_together(load_format: str, folder: Path) -> None:
+    """The constructors of modules find out, each in its own way."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "no such function"}))
+    source = resolve(str(folder))
+    assert str(folder) in refusal(lambda: build_model(source, torch.float32, load_format=load_format, progress=False))
 
 
 def test_an_architecture_transformers_does_not_know(folder: Path) -> None:

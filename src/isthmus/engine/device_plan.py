@@ -2,19 +2,21 @@
 
 One int32 buffer on the device, `tables`, holds the block table and every group's page table one behind the other:
 
-    [block table: max_num_seqs x columns] [page table of group 0: num_ids + 1] [of group 1] ...
+    [block table: max_num_seqs x columns] [page table of group 0: ids of its space + 1] [of group 1] ...
 
-so that all table writes of a step, whatever they are for, are one scatter.
+so that all table writes of a step, whatever they are for, are one scatter. A sequence's state page has no row of a
+block table: a step names its id, which is an entry of the state group's page table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.engine import capacity
 from isthmus.engine.step import Step
 from isthmus.kernels.plan import MAX_CHUNK, plan_decode, plan_prefill
 from isthmus.memory import Copies, Frees, Group, Moves, Writes
@@ -33,20 +35,21 @@ class Tables:
     num_rows: int
     columns: int  # of the block table
     page_size: int
-    num_ids: int
+    num_ids: Mapping[str, int]  # of each group
     at: Mapping[str, int]  # first entry of each group's page table
     size: int
     mark: Int32 = field(repr=False, compare=False)  # [size], scratch of `DevicePlan.of`; means nothing between calls
 
     @classmethod
-    def of(cls, groups: Sequence[Group], num_ids: int, num_rows: int, max_model_len: int) -> Tables:
-        page_size = groups[0].spec.page_size
+    def of(cls, groups: Sequence[Group], num_ids: Mapping[str, int], num_rows: int, max_model_len: int) -> Tables:
+        """num_ids: capacity of each id space."""
+        page_size = capacity.page_size(groups)
         columns = -(-max_model_len // page_size)
-        start = num_rows * columns
-        at = {group.name: start + i * (num_ids + 1) for i, group in enumerate(groups)}
-        size = start + len(groups) * (num_ids + 1)
+        at, size, ids = {}, num_rows * columns, {group.name: num_ids[group.space] for group in groups}
+        for name, count in ids.items():
+            at[name], size = size, size + count + 1
         assert size < 2**31, f"{size:,} table entries do not fit int32: use larger pages"
-        return cls(num_rows, columns, page_size, num_ids, at, size, np.empty(size, np.int32))
+        return cls(num_rows, columns, page_size, ids, at, size, np.empty(size, np.int32))
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,42 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class StatePlan:
+    """Where the states of a step's sequences lie, and where their tokens do. S of them."""
+
+    entry: Int32  # [S]: of `tables`, holds the physical page
+    null: int  # the entry that holds the null page
+    fresh: NDArray[np.bool_]  # [S]: the state is zero
+    query_start: Int64  # [S + 1]
+
+    @property
+    def decodes(self) -> Int64:
+        """Sequences with one token."""
+        return np.flatnonzero(np.diff(self.query_start) == 1)
+
+    @property
+    def chunks(self) -> Int64:
+        """Sequences with more."""
+        return np.flatnonzero(np.diff(self.query_start) > 1)
+
+    @classmethod
+    def of(cls, step: Step, group: Group, tables: Tables) -> StatePlan:
+        at = tables.at[group.name]
+        assert len(step.states) == len(step.past)
+        return cls(step.states + np.int32(at), at, step.past == 0, step.query_start.astype(np.int64))
+
+    def padded(self, lanes: int, tokens: int) -> StatePlan:
+        """The same and `lanes` sequences more, of so many tokens each, with the null page for a fresh state."""
+        more = self.query_start[-1] + tokens * np.arange(1, lanes + 1)
+        return StatePlan(
+            np.concatenate((self.entry, np.full(lanes, self.null, np.int32))),
+            self.null,
+            np.concatenate((self.fresh, np.ones(lanes, np.bool_))),
+            np.concatenate((self.query_start, more)),
+        )
+
+
+@dataclass(frozen=True)
 class DevicePlan:
     """One step. T tokens, S sequences."""
 
@@ -79,17 +118,25 @@ class DevicePlan:
     positions: Int32  # [T]
     sequence_of: Int32  # [T]
     rows: Int32  # [S]
-    groups: Mapping[str, GroupPlan]
+    groups: Mapping[str, GroupPlan]  # of the groups with a page for so many tokens
     decode: bool  # every sequence has one token
+    states: StatePlan | None  # None: the model has none
 
     @classmethod
     def of(
-        cls, step: Step, groups: Sequence[Group], tables: Tables, tile: Mapping[str, int], targets: Mapping[str, int]
+        cls,
+        step: Step,
+        groups: Sequence[Group],
+        tables: Tables,
+        tile: Mapping[str, int],
+        targets: Mapping[str, int],
+        chunked: Collection[str] = (),
     ) -> DevicePlan:
         """Work out a step.
 
         tile: queries of one prefill tile per group.
         targets: how many items a decode is worth cutting into, per group.
+        chunked: the groups whose window is a chunk.
         """
         start, past = step.query_start[:-1], step.past
         counts = step.query_start[1:] - start
@@ -103,8 +150,21 @@ class DevicePlan:
             positions = np.arange(len(step.tokens), dtype=np.int32) + np.repeat(past - start, counts)
         index, value = _table_writes(step, tables)
         work = _Work.of(start, counts, past)
-        plans = {g.name: work.plan(g, tile[g.name], targets[g.name]) for g in groups}
-        return cls(index, value, _page_ops(step), step.tokens, positions, sequence_of, step.rows, plans, decode)
+        plans = {
+            g.name: work.plan(g, tile[g.name], targets[g.name], chunked=g.name in chunked)
+            for g in groups
+            if g.space == "tokens"
+        }
+        states = next((StatePlan.of(step, g, tables) for g in groups if g.kind == "state"), None)
+        ops = _page_ops(step)
+        return cls(index, value, ops, step.tokens, positions, sequence_of, step.rows, plans, decode, states)
+
+    def padded(self, size: int) -> DevicePlan:
+        """The same with states for a step of `size` tokens: padding is sequences of one, or one sequence."""
+        more = size - len(self.tokens)
+        if self.states is None or not more:
+            return self
+        return replace(self, states=self.states.padded(*((more, 1) if self.decode else (1, more))))
 
 
 def most_items(lanes: int, target: int, max_model_len: int) -> int:
@@ -161,10 +221,12 @@ class _Work:
         decodes = np.flatnonzero(single)
         return cls(start, counts, past, past + single, np.flatnonzero(~single), decodes if len(decodes) else None)
 
-    def plan(self, group: Group, tile: int, target: int) -> GroupPlan:
+    def plan(self, group: Group, tile: int, target: int, *, chunked: bool) -> GroupPlan:
         """What one group reads."""
         page_size, window = group.spec.page_size, group.window
-        first = np.zeros_like(self.past) if window is None else np.maximum(self.past - (window - 1), 0)
+        first = np.zeros_like(self.past)  # what a query sees, as in `isthmus.kernels.reference.Sight`
+        if window is not None:
+            first = self.past // window * window if chunked else np.maximum(self.past - (window - 1), 0)
         items = tiles = None
         if (d := self.decodes) is not None:
             which = np.arange(len(first), dtype=np.int32)[d]

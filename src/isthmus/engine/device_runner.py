@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,18 +23,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, Tables, most_items
+from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, StatePlan, Tables, most_items
 from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, score_later
 from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
 from isthmus.engine.padding import padding_items, padding_tiles
 from isthmus.engine.step import Result, ScoreSpan, Step
-from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
+from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head_tiles, prefill_tile
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS
-from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages
-from isthmus.model.layout import ModelLayout
+from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
+from isthmus.model.device_states import DeviceStates, StateInputs
+from isthmus.model.layout import ModelLayout, decoder
+from isthmus.model.mixers import mixers
+from isthmus.model.state_batch import state_views
 
 _PROGRAMS_PER_CORE = 2  # of a decode
 _ALIGN = 8  # tokens: a flat batch with prefill chunks is padded to a multiple, which matrix products like
@@ -102,16 +105,22 @@ class DeviceRunner:
         self.device = arena.device
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._groups = {group.name: group for group in layout.groups}
-        self._tables = Tables.of(layout.groups, num_ids["tokens"], max_num_seqs, max_model_len)
+        self._tokens = [group.name for group in layout.groups if group.space == "tokens"]
+        self._tables = Tables.of(layout.groups, num_ids, max_num_seqs, max_model_len)
+        # Of the tables' entries, that of the null page of states.
+        self._null_state = next((self._tables.at[g.name] for g in layout.groups if g.kind == "state"), 0)
         self._sampler = DeviceSampler(eos_token_ids, layout.vocab_size, self.device)
         self._head = Head(model)
+        self._decoder = decoder(model)
+        self._mixers = list(mixers(model))
         self._poison = poison
         if poison:
             arena.fill_(0xFF)  # NaN in every dtype a page can have
-        shape = {name: _shape(layout, name) for name in self._groups}
+        ranks = latent_ranks(model)
+        shape = {name: _shape(layout, name, ranks) for name in self._tokens}
         programs = _PROGRAMS_PER_CORE * _cores(self.device)
-        # Programs of a KV head, which is also how many items are worth having.
-        self._targets = {name: max(1, programs // s.kv_heads) for name, s in shape.items()}
+        # Programs of a KV head's queries, which is also how many items are worth having.
+        self._targets = {name: max(1, programs // s.units) for name, s in shape.items()}
         width = next(model.parameters()).dtype.itemsize
         self._tile = {name: prefill_tile(s.group, s.k_dim, s.v_dim, width) for name, s in shape.items()}
         padding = max(0, max(graphs.get(True, ()), default=0) - max_num_seqs)  # lanes that no sequence ever has
@@ -125,13 +134,14 @@ class DeviceRunner:
             for name, s in shape.items()
         }
         pages = {
-            layer: LayerPages.of(arena, self._groups[layout.layer_group[layer]], layer)
+            layer: LayerPages.of(arena, self._groups[layout.layer_group[layer]], layer, ranks.get(layer))
             for layer, owner in layout.owner.items()
             if owner == layer
         }
         self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspaces, self._targets)
+        self._states = DeviceStates(state_views(arena, layout.groups))
         self._table = self._zeros(self._tables.size)
-        self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._groups}
+        self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}
         self._last = self._zeros(max_num_seqs + 1)  # sampled last, by row; one row more for padding
         self._decodes: Graphs[Outputs] | None = None
         self._mixed: Graphs[Tensor] | None = None
@@ -140,16 +150,19 @@ class DeviceRunner:
         fixed = max((layout.nbytes for layout in self._places.values()), default=0)
         self._packer = Packer(self.device, fixed + _PACKED_BYTES)
         most = max(max_num_batched_tokens + _ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
-        self._slots = {name: self._zeros(most, dtype=torch.int64) for name in self._groups}
+        self._slots = {name: self._zeros(most, dtype=torch.int64) for name in self._tokens}
+        self._lanes = torch.arange(most, device=self.device)
+        assert not (self._mixers and graphs.get(False)), "how states are computed of chunks depends on their lengths"
         if graphs:
             with torch.inference_mode():
                 memory = torch.cuda.graph_pool_handle()
-                self._mixed = Graphs(self._forward, partial(self._inputs, False), graphs[False], memory)
+                if graphs.get(False):
+                    self._mixed = Graphs(self._forward, partial(self._inputs, False), graphs[False], memory)
                 self._decodes = Graphs(self._decode, partial(self._inputs, True), graphs[True], memory)
 
     def launch(self, step: Step) -> Results:
         """Queue a step; returns before it has run."""
-        plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._targets)
+        plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._targets, self.layout.chunked)
         with torch.inference_mode():
             every = plan.decode and len(step.samples) == len(step.rows)  # one sample for each token, in order
             if self._decodes is not None and every and not step.scores:
@@ -166,10 +179,17 @@ class DeviceRunner:
         for group in self._groups.values():
             copy_pages(self.arena, group.spec.page_bytes, zero, zero + 1)
 
+    def tables(self) -> tuple[dict[str, Section], Section]:
+        """`({group: [ids + 1] physical pages}, block table [rows, columns])` after all that was launched. Waits."""
+        tables, whole = self._tables, self._table.cpu().numpy()
+        blocks = whole[: tables.num_rows * tables.columns].reshape(tables.num_rows, tables.columns)
+        return {name: whole[at : at + tables.num_ids[name] + 1] for name, at in tables.at.items()}, blocks
+
     # -- decodes alone ----------------------------------------------------------------------------------------
 
     def _replay(self, graphs: Graphs[Outputs], step: Step, plan: DevicePlan) -> Results:
         size, n = graphs.size(len(step.rows)), len(step.rows)
+        plan = plan.padded(size)
         views = self._upload(plan, size, self._places[True, size])
         outputs = graphs.replay(size)
         return Results([self._sample(step, outputs.logits[:n], outputs.tokens[:n], views["rows"])])
@@ -186,6 +206,7 @@ class DeviceRunner:
         wanted = _array([sample.index for sample in step.samples])
         if self._mixed is None:
             size = -(-len(step.tokens) // _ALIGN) * _ALIGN
+            plan = plan.padded(size)
             views = self._upload(plan, size, wanted=wanted)
             slots = {name: slots[:size] for name, slots in self._slots.items()}
             hidden = self._forward(self._given(views, slots, plan))
@@ -208,20 +229,25 @@ class DeviceRunner:
         """The places of what a graph reads, in bytes; `alone`: it is for decodes alone."""
         sizes = dict.fromkeys(("tokens", "feed", "positions", "sequence_of"), 4 * size)
         sequences = min(size, self._max_num_seqs)
-        for name in self._groups:
+        for name in self._tokens:
             most = most_items(sequences, self._targets[name], self._max_model_len)
             sizes |= {f"{name}.items": _ROW_BYTES * (most + size - sequences if alone else most), f"{name}.count": 4}
             if not alone:  # every chunk ends in a tile that may not be full, the padding's too
                 sizes[f"{name}.tiles"] = _ROW_BYTES * (size // self._tile[name] + min(size, sequences + 1))
+        if self._mixers:
+            sizes |= {"states.entry": 4 * size, "states.fresh": size}
         return Layout.of(sizes)
 
     def _inputs(self, alone: bool, size: int) -> Inputs:
         """What a graph reads, holding a step of padding."""
         places = self._places[alone, size]
         room = {name: capacity // 4 for name, (_, capacity) in places.places.items()}
-        sections = {name: np.zeros(n, np.int32) for name, n in room.items()}
+        sections: dict[str, NDArray[Any]] = {name: np.zeros(n, np.int32) for name, n in room.items()}
         sections["feed"][:] = self._max_num_seqs
         sections["sequence_of"][:] = NOBODY
+        if self._mixers:
+            sections["states.entry"][:] = self._null_state
+            sections["states.fresh"] = np.ones(size, np.bool_)
         views = self._packer.upload(sections, places)
         for slots in self._slots.values():
             slots.fill_(NOBODY)
@@ -230,14 +256,28 @@ class DeviceRunner:
     def _given(self, views: Mapping[str, Tensor], slots: Mapping[str, Tensor], plan: DevicePlan | None) -> Inputs:
         """Uploaded arrays as a forward takes them; of a plan, only what it has."""
         groups = {}
-        for name, group in self._groups.items():
+        for name in self._tokens:
             items = tiles = None
             if f"{name}.items" in views and (plan is None or len(views[f"{name}.items"])):
                 items = DecodeItems(views[f"{name}.items"].view(-1, FIELDS), views[f"{name}.count"])
             if f"{name}.tiles" in views and (plan is None or len(views[f"{name}.tiles"])):
-                tiles = PrefillTiles(views[f"{name}.tiles"].view(-1, FIELDS), self._tile[name], group.window)
+                chunked = name in self.layout.chunked
+                rows, window = views[f"{name}.tiles"].view(-1, FIELDS), self._groups[name].window
+                tiles = PrefillTiles(rows, self._tile[name], window, chunked)
             groups[name] = GroupStep(slots[name], self._page_tables[name], items, tiles)
-        return Inputs(views["tokens"], views["feed"], views["positions"], groups)
+        states = self._state_inputs(views, None if plan is None else plan.states) if self._mixers else None
+        return Inputs(views["tokens"], views["feed"], views["positions"], groups, states)
+
+    def _state_inputs(self, views: Mapping[str, Tensor], plan: StatePlan | None) -> StateInputs:
+        """Of a plan, or of a graph of decodes."""
+        entry, fresh = views["states.entry"], views["states.fresh"]
+        if "states.starts" not in views:  # every sequence has one token
+            lanes = self._lanes[: len(entry)]
+            starts = np.arange(len(entry) + 1)
+            return StateInputs(starts, entry, fresh, lanes, lanes, lanes, lanes[:0])
+        assert plan is not None
+        where = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks"))
+        return StateInputs(plan.query_start, entry, fresh, *where)
 
     def _upload(
         self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section
@@ -247,10 +287,10 @@ class DeviceRunner:
         self._prepare(plan, views, {name: slots[:size] for name, slots in self._slots.items()})
         return views
 
-    def _sections(self, plan: DevicePlan, size: int, places: Layout | None) -> dict[str, Section]:
+    def _sections(self, plan: DevicePlan, size: int, places: Layout | None) -> dict[str, NDArray[Any]]:
         """What is uploaded, flat arrays by name. Padding reads nothing of the cache and writes nothing to it."""
         live, more = len(plan.tokens), size - len(plan.tokens)
-        sections = {
+        sections: dict[str, NDArray[Any]] = {
             "tokens": _pad(plan.tokens, more, 0),
             "feed": _pad(plan.rows[plan.sequence_of], more, self._max_num_seqs),
             "positions": _pad(plan.positions, more, 0),
@@ -271,6 +311,11 @@ class DeviceRunner:
             sections |= {f"{name}.items": items, f"{name}.count": _array([len(items)])}
             if not alone:
                 sections[f"{name}.tiles"] = tiles
+        if (states := plan.states) is not None:
+            sections |= {"states.entry": states.entry, "states.fresh": states.fresh}
+            if not plan.decode:
+                sections |= {"states.starts": states.query_start[:-1], "states.ends": states.query_start[1:] - 1}
+                sections |= {"states.decodes": states.decodes, "states.chunks": states.chunks}
         for i, op in enumerate(plan.pages):
             if op.destination is not None or self._poison:
                 sections[f"source{i}"] = op.source
@@ -294,7 +339,7 @@ class DeviceRunner:
                 self._page_tables[name],
                 slots[name],
                 table_at=self._tables.at[name],
-                table_size=self._tables.num_ids + 1,
+                table_size=self._tables.num_ids[name] + 1,
                 blocks_at=0,
                 block_columns=self._tables.columns,
                 page_size=self._tables.page_size,
@@ -310,10 +355,14 @@ class DeviceRunner:
 
     def _forward(self, inputs: Inputs) -> Tensor:
         """Hidden states `[T, width]` behind the last layer's norm."""
-        self._batch.step = inputs.groups
+        self._batch.step, self._batch.positions = inputs.groups, inputs.positions
+        if inputs.states is not None:
+            self._states.step = inputs.states.step(self._table)
+            for mixer in self._mixers:  # another executor may have had them
+                mixer.batch = self._states
         last = self._last.index_select(0, inputs.feed)
         ids = torch.where(inputs.tokens < 0, last, inputs.tokens).clamp_(min=0)
-        hidden: Tensor = self.model.base_model(
+        hidden: Tensor = self._decoder(
             input_ids=ids[None], position_ids=inputs.positions[None], use_cache=False, attention_batch=self._batch
         ).last_hidden_state
         return hidden[0]
@@ -351,16 +400,20 @@ class _Shape:
     k_dim: int
     v_dim: int
 
+    @property
+    def units(self) -> int:
+        """Among which the queries of a decode are shared out."""
+        return self.kv_heads * head_tiles(self.group, self.v_dim)
 
-def _shape(layout: ModelLayout, name: str) -> _Shape:
+
+def _shape(layout: ModelLayout, name: str, ranks: Mapping[int, int]) -> _Shape:
     spec = next(group.spec for group in layout.groups if group.name == name)
     layers = [layer for layer, group in layout.layer_group.items() if group == name]
     key = [spec.part(f"{layout.owner[layer]}.k") for layer in layers]
-    value = [spec.part(f"{layout.owner[layer]}.v") for layer in layers]
+    v_dims = [ranks.get(layer) or spec.part(f"{layout.owner[layer]}.v").shape[2] for layer in layers]
     kv_heads = max(part.shape[1] for part in key)
     group = max(layout.heads[layer] // part.shape[1] for layer, part in zip(layers, key, strict=True))
-    k_dim, v_dim = max(part.shape[2] for part in key), max(part.shape[2] for part in value)
-    return _Shape(kv_heads, group, k_dim, v_dim)
+    return _Shape(kv_heads, group, max(part.shape[2] for part in key), max(v_dims))
 
 
 def _cores(device: torch.device) -> int:

@@ -52,7 +52,6 @@ class GpuBackend:
     ) -> None:
         self._model, self._layout, self._config, self._eos = model, layout, config, eos_token_ids
         self._device = next(model.parameters()).device
-        _require_taught(layout)
         self._graphs = not config.device.enforce_eager
         self._arena: Tensor | None = None
         # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
@@ -82,9 +81,13 @@ class GpuBackend:
         return self._runner(self._arena, pool.capacities, max_model_len, sizes)
 
     def _sizes(self) -> dict[bool, tuple[int, ...]]:
-        """Of graphs: for decodes alone, and for other steps."""
+        """Of graphs: for decodes alone, and for other steps, but not where those have states (how many operations a
+        chunk of them takes depends on its length)."""
         scheduler = self._config.scheduler
-        return {True: lane_counts(scheduler.max_num_seqs), False: token_counts(scheduler.max_num_batched_tokens)}
+        sizes = {True: lane_counts(scheduler.max_num_seqs)}
+        if not any(group.kind == "state" for group in self._layout.groups):
+            sizes[False] = token_counts(scheduler.max_num_batched_tokens)
+        return sizes
 
     def _runner(
         self, arena: Tensor, num_ids: Mapping[str, int], max_model_len: int, graphs: Mapping[bool, Sequence[int]]
@@ -100,6 +103,7 @@ class GpuBackend:
             max_model_len,
             self._eos,
             graphs=graphs,
+            poison=self._config.memory.check_memory == "full",
         )
 
     def _measure(self, laps: Laps) -> Footprint:
@@ -108,7 +112,8 @@ class GpuBackend:
         arena = torch.zeros(2 * null_bytes(self._layout.groups), dtype=torch.uint8, device=self._device)
         steps = warm_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest)
         before = torch.cuda.memory_allocated(self._device)
-        runner = self._runner(arena, {"tokens": 1}, longest, {})
+        ids = {"tokens": 1, "states": 1}
+        runner = self._runner(arena, ids, longest, {})
         runner.warm_pages()
         try:
             activations = self._peak(runner, steps, before)
@@ -123,12 +128,13 @@ class GpuBackend:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         sizes = self._sizes()
-        runner = self._runner(arena, {"tokens": 1}, longest, {alone: some[-1:] for alone, some in sizes.items()})
+        runner = self._runner(arena, ids, longest, {alone: some[-1:] for alone, some in sizes.items()})
         torch.cuda.empty_cache()
         largest = free - torch.cuda.mem_get_info(self._device)[0]
         width, itemsize = self._model.config.get_text_config().hidden_size, self._model.dtype.itemsize
         # The other graphs run in the memory of the largest; what they hand out is theirs, and so are their launches.
-        others = itemsize * (self._layout.vocab_size * sum(sizes[True][:-1]) + width * sum(sizes[False][:-1]))
+        each = {True: self._layout.vocab_size, False: width}
+        others = itemsize * sum(each[alone] * sum(some[:-1]) for alone, some in sizes.items())
         launches = _GRAPH_BYTES * sum(len(some) - 1 for some in sizes.values())
         activations = self._peak(runner, steps, torch.cuda.memory_allocated(self._device))
         laps.lap("graphs measured")
@@ -140,13 +146,6 @@ class GpuBackend:
         for step in steps:
             runner.run(step)
         return torch.cuda.max_memory_allocated(self._device) - before
-
-
-def _require_taught(layout: ModelLayout) -> None:
-    """ModelError for groups that only the CPU's operators read so far."""
-    for group in layout.groups:
-        if group.kind == "state":
-            raise ModelError("models with recurrent states or short convolutions run on the CPU only: use --device cpu")
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
@@ -190,4 +189,5 @@ def _blank(counts: list[int], params: list[SamplingParams]) -> Step:
         np.zeros(len(counts), np.int32),
         np.arange(len(counts), dtype=np.int32),
         samples,
+        np.zeros(len(counts), np.int32),
     )

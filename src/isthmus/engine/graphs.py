@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isthmus.errors import ModelError
 from isthmus.model.device_attention import GroupStep
+from isthmus.model.device_states import StateInputs
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Inputs:
     feed: Tensor  # int32 [T]: the rows
     positions: Tensor  # int32 [T]
     groups: Mapping[str, GroupStep]
+    states: StateInputs | None  # None: the model has none
 
 
 class Graphs(Generic[T]):

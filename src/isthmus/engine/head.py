@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from isthmus.errors import ModelError
 from isthmus.model.layout import decoder
 
 
@@ -21,11 +22,16 @@ class Head:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """ModelError if the body is not the model's own child."""
         body = decoder(model)
         self._body = _Given(body)
         self._model = copy.copy(model)
         self._model._modules = {name: self._body if m is body else m for name, m in model._modules.items()}
-        assert self._body in self._model._modules.values(), f"{type(model).__name__} keeps its layers elsewhere"
+        if self._body not in self._model._modules.values():
+            raise ModelError(
+                f"{model.config.model_type} cannot be served: {type(model).__name__} keeps its layers inside another "
+                "module than the one below its head"
+            )
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[R, width]` -> logits `[R, vocab]` in the model's dtype."""

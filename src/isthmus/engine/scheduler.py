@@ -301,7 +301,8 @@ class Scheduler:
         group = 1
         while self.waiting:
             started, rows = [], self.config.max_num_seqs - len(self.running)
-            self.waiting[0].waited_for = "rows" if rows < 1 else "budget" if budget < 1 else None
+            if rows < 1 or budget < 1:  # else what kept it before still holds
+                self.waiting[0].waited_for = "rows" if rows < 1 else "budget"
             for sequence in list(islice(self._startable(), min(group, rows))):
                 if budget < 1:
                     break

@@ -64,13 +64,18 @@ def device_arena_bytes(
     return size // 16 * 16
 
 
-def walls(config: MemoryConfig, groups: Sequence[Group], size: int) -> Mapping[str, int] | None:
-    """Bytes per group of an arena of `size` bytes, None for unified memory. ConfigError if that is impossible."""
+def walls(config: MemoryConfig, groups: Sequence[Group], size: int, context: int) -> Mapping[str, int] | None:
+    """Bytes per group of an arena of `size` bytes, None for unified memory. ConfigError if that is impossible.
+
+    `context`: tokens of the longest sequence there can be; a workload of longer ones is cut to it.
+    """
     if config.memory == "unified":
         return None
     if config.static_split is not None:
         return capacity.split_walls(groups, size, config.static_split)
-    return capacity.best_walls(groups, size, [config.static_workload])
+    prompt, output = config.static_workload
+    output = max(1, min(output, context - 1))
+    return capacity.best_walls(groups, size, [(max(1, min(prompt, context - output)), output)])
 
 
 def max_model_len(config: EngineConfig, context: int, pool: Pool) -> int:

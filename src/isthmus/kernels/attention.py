@@ -4,9 +4,10 @@ Who reads what is planned on the host (`kernels/plan.py`) and carried in small i
 nothing from the device. No call allocates or synchronises: all of them can be captured in a CUDA graph, and a graph
 of `decode_attention` serves any lengths, because the number of live items is read on the device.
 
-A layer's kernels are specialised by head counts and sizes, page size, dtypes, and whether there is a soft cap, a
-sink, or (prefill) a window; never by lengths, batch sizes, or the window's size. Inputs of a layer should keep their
-strides' and addresses' alignment to 16 elements and 16 bytes from step to step: that is compiled in too.
+A layer's kernels are specialised by head counts and sizes, page size, dtypes, how far relative scores reach, and
+whether there is a soft cap, a sink, or (prefill) a window or chunks; never by lengths, batch sizes, or the window's
+size. Inputs of a layer should keep their strides' and addresses' alignment to 16 elements and 16 bytes from step to
+step: that is compiled in too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = [
     "Workspace",
     "decode_attention",
     "decode_config",
+    "head_tiles",
     "prefill_attention",
     "prefill_config",
     "prefill_tile",
@@ -72,6 +74,7 @@ class PrefillTiles:
     tiles: Tensor  # int32 [n, 8] on the device, contiguous
     block: int  # queries of a tile, as planned
     window: int | None = None  # a query sees itself and window - 1 tokens before it
+    chunked: bool = False  # rather, what comes from the last multiple of the window on
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,24 @@ class Workspace:
         return items * heads * v_dim <= self.rows.numel() and items * heads <= self.counters.numel()
 
 
-def decode_config(k_dim: int, v_dim: int, itemsize: int) -> DecodeConfig:
-    """The build for head sizes and the bytes of a page's element: about 32 KiB of K and V per block."""
+_ACCUMULATED = 16384
+"""Numbers of a program's outputs in fp32, at most: 64 registers of each of 256 threads."""
+
+
+def head_tiles(group: int, v_dim: int) -> int:
+    """Among how many programs the `group` query heads of one KV head are shared out, each with as many."""
+    most = max(16, _ACCUMULATED // triton.next_power_of_2(v_dim))
+    return next(tiles for tiles in range(1, group + 1) if group % tiles == 0 and group // tiles <= most)
+
+
+def decode_config(k_dim: int, v_dim: int, itemsize: int, *, shared: bool = False) -> DecodeConfig:
+    """The build for head sizes and the bytes of a page's element: about 32 KiB of K and V per block.
+
+    shared: values are the first elements of the keys, so that a block serves twice (576 + 512: not measured).
+    """
+    if shared:
+        row_bytes = (triton.next_power_of_2(v_dim) + triton.next_power_of_2(max(1, k_dim - v_dim))) * itemsize
+        return DecodeConfig(min(64, max(16, 1 << ((49152 // row_bytes).bit_length() - 1))), 8, 3)
     row_bytes = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
     block_n = min(128, max(16, 1 << ((32768 // row_bytes).bit_length() - 1)))
     # Rows that must be widened need the registers of more warps.
@@ -117,7 +136,7 @@ def prefill_config(k_dim: int, v_dim: int, itemsize: int) -> PrefillConfig:
 
 def prefill_tile(group: int, k_dim: int, v_dim: int, itemsize: int) -> int:
     """Queries per tile to plan with, for `group` query heads per KV head."""
-    return max(1, prefill_config(k_dim, v_dim, itemsize).block_m // group)
+    return max(1, prefill_config(k_dim, v_dim, itemsize).block_m // (group // head_tiles(group, v_dim)))
 
 
 def decode_attention(
@@ -138,16 +157,22 @@ def decode_attention(
     """One query token per sequence over its cached tokens, its own row among them; writes `out` at the plan's tokens.
 
     query `[T, heads, k_dim]` and out `[T, heads, v_dim]`, unit last stride; pages as in `Pages`; `page_table` int32
-    `[rows, columns]`, unit last stride, valid where the plan reads. `num_programs` programs per KV head share the
-    items: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale` and `v_scale`.
+    `[rows, columns]`, unit last stride, valid where the plan reads. `num_programs` programs per KV head, or tile of
+    its query heads, share the items: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by
+    `k_scale` and `v_scale`; by `k_scale` alone where values are the first elements of keys.
     """
     pages = Pages.of(key_pages, value_pages)
     heads = query.shape[1]
     _check(plan.items, heads, pages)
     assert workspace.holds(len(plan.items), heads, pages.v_dim), "the workspace is for fewer items or smaller layers"
-    group = heads // pages.kv_heads
-    block_n, num_warps, num_stages = config or decode_config(pages.k_dim, pages.v_dim, key_pages.itemsize)
-    decode_kernel[(num_programs * pages.kv_heads,)](
+    tiles = head_tiles(heads // pages.kv_heads, pages.v_dim)
+    group = heads // pages.kv_heads // tiles
+    block_n, num_warps, num_stages = config or decode_config(
+        pages.k_dim, pages.v_dim, key_pages.itemsize, shared=pages.shared
+    )
+    relative = _Relative.of(how, query)
+    tail = pages.k_dim - pages.v_dim if pages.shared else 0
+    decode_kernel[(num_programs * pages.kv_heads * tiles,)](
         query,
         out,
         key_pages,
@@ -159,9 +184,12 @@ def decode_attention(
         workspace.stats,
         workspace.counters,
         how.sinks,
+        how.relative,
         how.scaling * k_scale,
         how.softcap or 0.0,
-        v_scale,
+        k_scale if pages.shared else v_scale,
+        relative.token,
+        relative.head,
         stride(query, 0),
         stride(query, 1),
         stride(out, 0),
@@ -169,18 +197,23 @@ def decode_attention(
         page_table.stride(0),
         pages.page_vectors,
         KV_HEADS=pages.kv_heads,
+        TILES=tiles,
         GROUP=group,
         K_DIM=pages.k_dim,
         V_DIM=pages.v_dim,
+        TAIL=tail,
         PAGE_SIZE=pages.page_size,
         VECTOR=pages.vector,
+        SHARED=pages.shared,
         SOFTCAP=how.softcap is not None,
         SINKS=how.sinks is not None,
+        DISTANCES=relative.distances,
         PRECISION=_precision(query),
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
-        BLOCK_K=triton.next_power_of_2(pages.k_dim),
+        BLOCK_K=triton.next_power_of_2(pages.k_dim - tail),
         BLOCK_V=triton.next_power_of_2(pages.v_dim),
+        BLOCK_T=max(16, triton.next_power_of_2(tail)),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -209,10 +242,13 @@ def prefill_attention(
     if len(plan.tiles) == 0:
         return
     pages = Pages.of(key_pages, value_pages)
-    group = query.shape[1] // pages.kv_heads
     _check(plan.tiles, query.shape[1], pages)
+    tiles = head_tiles(query.shape[1] // pages.kv_heads, pages.v_dim)
+    group = query.shape[1] // pages.kv_heads // tiles
     block_m, block_n, num_warps, num_stages = config or prefill_config(pages.k_dim, pages.v_dim, query.itemsize)
-    prefill_kernel[(len(plan.tiles) * pages.kv_heads,)](
+    relative = _Relative.of(how, query)
+    tail = pages.k_dim - pages.v_dim if pages.shared else 0
+    prefill_kernel[(len(plan.tiles) * pages.kv_heads * tiles,)](
         query,
         out,
         key,
@@ -222,10 +258,13 @@ def prefill_attention(
         page_table,
         plan.tiles,
         how.sinks,
+        how.relative,
         how.scaling,
         how.softcap or 0.0,
         k_scale,
-        v_scale,
+        k_scale if pages.shared else v_scale,
+        relative.token,
+        relative.head,
         stride(query, 0),
         stride(query, 1),
         stride(out, 0),
@@ -238,24 +277,46 @@ def prefill_attention(
         pages.page_vectors,
         plan.window or 0,
         KV_HEADS=pages.kv_heads,
+        TILES=tiles,
         GROUP=group,
         K_DIM=pages.k_dim,
         V_DIM=pages.v_dim,
+        TAIL=tail,
         PAGE_SIZE=pages.page_size,
         VECTOR=pages.vector,
         LIMIT=pages.limit,
+        SHARED=pages.shared,
         WINDOW=plan.window is not None,
+        CHUNKED=plan.chunked,
         SOFTCAP=how.softcap is not None,
         SINKS=how.sinks is not None,
+        DISTANCES=relative.distances,
         PRECISION=_precision(query),
         BLOCK_Q=plan.block,
         BLOCK_M=max(block_m, triton.next_power_of_2(plan.block * group)),
         BLOCK_N=block_n,
-        BLOCK_K=triton.next_power_of_2(pages.k_dim),
+        BLOCK_K=triton.next_power_of_2(pages.k_dim - tail),
         BLOCK_V=triton.next_power_of_2(pages.v_dim),
+        BLOCK_T=max(16, triton.next_power_of_2(tail)),
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+class _Relative(NamedTuple):
+    """Strides of relative scores, and how many distances they have; 0 without."""
+
+    token: int
+    head: int
+    distances: int
+
+    @classmethod
+    def of(cls, how: Scoring, query: Tensor) -> _Relative:
+        if how.relative is None:
+            return cls(0, 0, 0)
+        assert how.relative.shape[:2] == query.shape[:2], "a row of relative scores for every token and head"
+        assert how.relative.stride(2) == 1, "scores of a row lie together"
+        return cls(stride(how.relative, 0), stride(how.relative, 1), how.relative.shape[2])
 
 
 def _check(work: Tensor, heads: int, pages: Pages) -> None:

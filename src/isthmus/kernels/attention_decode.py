@@ -8,8 +8,12 @@ needed to make them. The split over keys is that of Flash-Decoding (Dao, Haziza,
 
 Blocks begin at multiples of BLOCK_N counted from token 0, so where pages have at least BLOCK_N tokens a block lies
 in one page and one page number is looked up per block.
+
+A program's rows are the query heads of one KV head, or a tile of them where they would not fit a program's registers:
+GROUP heads of each of UNITS = KV_HEADS * TILES. Where values are the first elements of the keys (SHARED) they are
+loaded once; the TAIL elements of a key behind them are a product of their own.
 """
-# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# ruff: noqa: N803, PLR0915 - compile-time constants of kernels are in capitals; the loop shares all its names
 # mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isthmus.kernels.attention_softmax import add_block, finish, look_up, scores, widen
+from isthmus.kernels.attention_softmax import add_block, finish, look_up, relative_scores, scores, widen
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
@@ -38,7 +42,7 @@ def _store_part(
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
 ) -> None:
-    """Put a part into `slot` (counted over KV heads too) of the workspace."""
+    """Put a part into `slot` (counted over units too) of the workspace."""
     live = o_group < GROUP
     at = slot.to(tl.int64) * GROUP
     tl.store(p_stats + at * 2 + o_group, b_max, mask=live)
@@ -132,7 +136,7 @@ def _join_parts(
     o_value: tl.tensor,
     inside: tl.tensor,
     v_scale: tl.float32,
-    KV_HEADS: tl.constexpr,
+    UNITS: tl.constexpr,
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     SINKS: tl.constexpr,
@@ -140,29 +144,31 @@ def _join_parts(
     """Leave part `index` of a sequence whose slots begin at `base`; merge if no other program is left to do it."""
     live = o_group < GROUP
     o_head = i_head * GROUP + o_group
-    slot = (base + index) * KV_HEADS + i_head
+    slot = (base + index) * UNITS + i_head
     _store_part(p_rows, p_stats, slot, b_max, b_sum, b_out, o_group, o_value, GROUP, V_DIM)
     leader = index // FAN * FAN
-    slot = (base + leader) * KV_HEADS + i_head
+    slot = (base + leader) * UNITS + i_head
     members = tl.minimum(parts - leader, FAN)
     if _arrive_last(p_counters + slot, members):
-        b_max1, b_sum1, b_out1 = _merge_parts(p_rows, p_stats, slot, KV_HEADS, members, o_group, o_value, GROUP, V_DIM)
+        b_max1, b_sum1, b_out1 = _merge_parts(p_rows, p_stats, slot, UNITS, members, o_group, o_value, GROUP, V_DIM)
         if parts <= FAN:
             _store_mean(p_row, b_max1, b_sum1, b_out1, p_sinks, o_head, live, inside, v_scale, SINKS)
         else:
             tl.debug_barrier()  # no thread may still be reading the slot that is overwritten
             _store_part(p_rows, p_stats, slot, b_max1, b_sum1, b_out1, o_group, o_value, GROUP, V_DIM)
             runs = tl.cdiv(parts, FAN)
-            slot = base * KV_HEADS + i_head
+            slot = base * UNITS + i_head
             # Slot 1 of a sequence begins no run of FAN, so its counter is free to count the runs.
-            if _arrive_last(p_counters + slot + KV_HEADS, runs):
+            if _arrive_last(p_counters + slot + UNITS, runs):
                 b_max2, b_sum2, b_out2 = _merge_parts(
-                    p_rows, p_stats, slot, FAN * KV_HEADS, runs, o_group, o_value, GROUP, V_DIM
+                    p_rows, p_stats, slot, FAN * UNITS, runs, o_group, o_value, GROUP, V_DIM
                 )
                 _store_mean(p_row, b_max2, b_sum2, b_out2, p_sinks, o_head, live, inside, v_scale, SINKS)
 
 
-@triton.jit(do_not_specialize=["p_table", "p_items", "p_count", "p_sinks", "table_stride", "page_vectors"])
+@triton.jit(
+    do_not_specialize=["p_table", "p_items", "p_count", "p_sinks", "p_relative", "table_stride", "page_vectors"]
+)
 def decode_kernel(
     p_query: tl.tensor,
     p_out: tl.tensor,
@@ -175,9 +181,12 @@ def decode_kernel(
     p_stats: tl.tensor,
     p_counters: tl.tensor,
     p_sinks: tl.tensor,
+    p_relative: tl.tensor,
     scaling: tl.float32,
     softcap: tl.float32,
     v_scale: tl.float32,
+    relative_token: tl.int64,
+    relative_head: tl.int64,
     query_token: tl.int64,
     query_head: tl.int64,
     out_token: tl.int64,
@@ -185,27 +194,36 @@ def decode_kernel(
     table_stride: tl.int64,
     page_vectors: tl.int32,
     KV_HEADS: tl.constexpr,
+    TILES: tl.constexpr,
     GROUP: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    TAIL: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     VECTOR: tl.constexpr,
+    SHARED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    DISTANCES: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ) -> None:
+    units: tl.constexpr = KV_HEADS * TILES
     o_group = tl.arange(0, BLOCK_M)
     o_key = tl.arange(0, BLOCK_K)
+    o_tail = tl.arange(0, BLOCK_T)
     o_value = tl.arange(0, BLOCK_V)
     live = o_group < GROUP
+    key_inside = (o_key < K_DIM - TAIL)[None, :]
     value_inside = (o_value < V_DIM)[None, :]
-    for work in tl.range(tl.program_id(0), tl.load(p_count) * KV_HEADS, tl.num_programs(0)):
-        i_head = work % KV_HEADS
-        p_item = p_items + work // KV_HEADS * 8
+    tail_inside = (o_tail < TAIL)[None, :]
+    for work in tl.range(tl.program_id(0), tl.load(p_count) * units, tl.num_programs(0)):
+        i_head = work % units
+        p_item = p_items + work // units * 8
         token = tl.load(p_item).to(tl.int64)
         p_pages = p_table + tl.load(p_item + 1) * table_stride
         first = tl.load(p_item + 2)
@@ -216,7 +234,13 @@ def decode_kernel(
         parts = tl.load(p_item + 6)
         o_head = i_head * GROUP + o_group
         p_row = p_query + token * query_token + o_head[:, None] * query_head + o_key[None, :]
-        b_query = tl.load(p_row, mask=live[:, None] & (o_key < K_DIM)[None, :], other=0.0)
+        b_query = tl.load(p_row, mask=live[:, None] & key_inside, other=0.0)
+        if TAIL > 0:
+            p_row = p_query + token * query_token + o_head[:, None] * query_head + (K_DIM - TAIL + o_tail)[None, :]
+            b_rest = tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0)
+        if DISTANCES > 0:
+            p_bias = p_relative + token * relative_token + o_head[:, None] * relative_head
+            last = tl.load(p_item + 7)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -228,14 +252,24 @@ def decode_kernel(
             # The factor VECTOR tells the compiler how wide it may load.
             page = b_page.to(tl.int64) * page_vectors * VECTOR
             b_page = look_up(p_pages, start + BLOCK_N, first, end, PAGE_SIZE, BLOCK_N)
-            o_row = o_token % PAGE_SIZE
-            b_at = page + (o_row * KV_HEADS + i_head) * K_DIM
-            p_block = p_key + b_at[:, None] + o_key[None, :]
-            b_key = tl.load(p_block, mask=seen[:, None] & (o_key < K_DIM)[None, :], other=0.0)
-            b_at = page + (o_row * KV_HEADS + i_head) * V_DIM
-            p_block = p_value + b_at[:, None] + o_value[None, :]
-            b_value = tl.load(p_block, mask=seen[:, None] & value_inside, other=0.0)
-            b_score = scores(b_query, widen(b_key, b_query.dtype), seen[None, :], scaling, softcap, SOFTCAP, PRECISION)
+            b_place = o_token % PAGE_SIZE * KV_HEADS + i_head // TILES
+            p_block = p_key + (page + b_place * K_DIM)[:, None] + o_key[None, :]
+            b_key = tl.load(p_block, mask=seen[:, None] & key_inside, other=0.0)
+            if TAIL > 0:
+                p_block = p_key + (page + b_place * K_DIM)[:, None] + (K_DIM - TAIL + o_tail)[None, :]
+                b_tail = tl.load(p_block, mask=seen[:, None] & tail_inside, other=0.0)
+            if SHARED:
+                b_value = b_key
+            else:
+                p_block = p_value + (page + b_place * V_DIM)[:, None] + o_value[None, :]
+                b_value = tl.load(p_block, mask=seen[:, None] & value_inside, other=0.0)
+            b_score = tl.dot(b_query, tl.trans(widen(b_key, b_query.dtype)), input_precision=PRECISION)
+            if TAIL > 0:
+                b_score = tl.dot(b_rest, tl.trans(widen(b_tail, b_query.dtype)), b_score, input_precision=PRECISION)
+            b_score = scores(b_score, seen[None, :], scaling, softcap, SOFTCAP)
+            if DISTANCES > 0:
+                inside = live[:, None] & seen[None, :]
+                b_score += relative_scores(p_bias, (last - o_token)[None, :], inside, DISTANCES)
             b_max, b_sum, b_out = add_block(
                 b_score, widen(b_value, b_query.dtype), b_max, b_sum, b_out, True, PRECISION
             )
@@ -261,7 +295,7 @@ def decode_kernel(
                 o_value,
                 inside,
                 v_scale,
-                KV_HEADS,
+                units,
                 GROUP,
                 V_DIM,
                 SINKS,

@@ -48,22 +48,26 @@ def widen(b_rows: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def scores(
-    b_query: tl.tensor,
-    b_key: tl.tensor,
+    b_score: tl.tensor,
     visible: tl.tensor,
     scaling: tl.float32,
     softcap: tl.float32,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Scores of `[M, K]` against `[N, K]` in base two, -inf where not `visible`."""
-    b_score = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
+    """Scores of products `[M, N]` of queries and keys in base two, -inf where not `visible`."""
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both infinities.
         b_score = (softcap * LOG2E) * (1 - 2 / (1 + tl.exp2(b_score * (scaling * 2 * LOG2E / softcap))))
     else:
         b_score = b_score * (scaling * LOG2E)
     return tl.where(visible, b_score, float("-inf"))
+
+
+@triton.jit
+def relative_scores(p_row: tl.tensor, b_distance: tl.tensor, inside: tl.tensor, DISTANCES: tl.constexpr) -> tl.tensor:
+    """What distances add to scores, in base two: `p_row` has a row of so many for each query, nothing is farther."""
+    known = inside & (b_distance >= 0) & (b_distance < DISTANCES)
+    return tl.load(p_row + b_distance, mask=known, other=0.0).to(tl.float32) * LOG2E
 
 
 @triton.jit

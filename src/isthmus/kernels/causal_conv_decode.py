@@ -36,10 +36,11 @@ def _conv_kernel(
 ) -> None:
     i_lane = tl.program_id(1)
     page = tl.load(p_pages + i_lane).to(tl.int64)
+    token = tl.load(p_tokens + i_lane).to(tl.int64)
+    o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = o_channel < CHANNELS
+    p_row = p_out + token * out_token + o_channel
     if page != 0:
-        token = tl.load(p_tokens + i_lane).to(tl.int64)
-        o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = o_channel < CHANNELS
         known = inside & (tl.load(p_fresh + i_lane) == 0)
         # The factor VECTOR tells the compiler how wide it may load.
         p_rows = p_state + page * page_vectors * VECTOR + o_channel
@@ -54,7 +55,9 @@ def _conv_kernel(
             if k > 0:
                 tl.store(p_rows + (k - 1) * CHANNELS, b_old, mask=inside)
         tl.store(p_rows + (WIDTH - 2) * CHANNELS, b_x.to(p_state.dtype.element_ty), mask=inside)
-        tl.store(p_out + token * out_token + o_channel, b_out.to(p_out.dtype.element_ty), mask=inside)
+        tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(p_row, tl.zeros([BLOCK_C], p_out.dtype.element_ty), mask=inside)
 
 
 def causal_conv_decode(

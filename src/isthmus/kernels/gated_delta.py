@@ -74,12 +74,13 @@ def delta_rule(
 ) -> Tensor:
     """As `gated_delta_rule`, with decay `[T, heads, K or 1]`, and the products of a chunk under such a decay."""
     inputs = _Inputs(query, key, value, decay, beta)
-    out = value.new_empty(value.shape, dtype=query.dtype)
+    tokens = len(value)
+    out = value.new_empty((tokens + 1, *value.shape[1:]), dtype=query.dtype)  # the last: outputs of padding
     if len(step.decodes):
         _decodes(step, view, inputs, out)
     if len(step.chunks):
         _chunks(step, view, inputs, products, out)
-    return out
+    return out[:tokens]
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,7 @@ def _chunks(step: StateStep, view: Tensor, inputs: _Inputs, products: Products, 
         open_chunks = _solve(inputs, tokens, padding, products)
         parts = open_chunks.split([len(chunks) for chunks, _ in slab])
         rows = torch.cat([part.close(states, members) for part, (_, members) in zip(parts, slab, strict=True)])
-        real = ~padding
-        out[tokens[real]] = rows.transpose(1, 2)[real].to(out.dtype)
+        out[grid.into[chunks]] = rows.transpose(1, 2).to(out.dtype)
     step.store(view, states, grid.sequences)
 
 

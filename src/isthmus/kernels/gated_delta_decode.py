@@ -59,12 +59,13 @@ def _decode_kernel(
     i_head = tl.program_id(1)
     i_lane = tl.program_id(2)
     page = tl.load(p_pages + i_lane).to(tl.int64)
+    token = tl.load(p_tokens + i_lane).to(tl.int64)
+    o_value = i_column * BLOCK_V + tl.arange(0, BLOCK_V)
+    live_value = o_value < V_DIM
+    p_row = p_out + token * out_token + i_head * V_DIM + o_value
     if page != 0:
-        token = tl.load(p_tokens + i_lane).to(tl.int64)
         o_key = tl.arange(0, BLOCK_K)
-        o_value = i_column * BLOCK_V + tl.arange(0, BLOCK_V)
         live_key = o_key < K_DIM
-        live_value = o_value < V_DIM
         inside = live_key[:, None] & live_value[None, :]
         o_row = i_head // GROUP * K_DIM + o_key
         b_query = _unit(tl.load(p_query + token * query_token + o_row, mask=live_key, other=0.0), UNIT) * scaling
@@ -85,8 +86,9 @@ def _decode_kernel(
         b_state += b_key[:, None] * b_write[None, :]
         tl.store(p_own, b_state, mask=inside)
         b_out = tl.sum(b_query[:, None] * b_state, 0)
-        p_row = p_out + token * out_token + i_head * V_DIM + o_value
         tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=live_value)
+    else:
+        tl.store(p_row, tl.zeros([BLOCK_V], p_out.dtype.element_ty), mask=live_value)
 
 
 def gated_delta_decode(
@@ -105,7 +107,7 @@ def gated_delta_decode(
 
     Args:
         view: fp32 `[pages, heads, K, V]` over the arena, changed in place.
-        pages: `[n]`, physical; a lane with page 0 is padding, for which nothing is read or written.
+        pages: `[n]`, physical; a lane with page 0 is padding, whose output is zero.
         fresh: `[n]`, not zero where the state is zero, whatever the page holds.
         tokens: `[n]`, of the flat batch.
         query, key: `[T, key heads, K]`, heads of a token contiguous, as in all that follow.

@@ -41,9 +41,10 @@ def plan_decode(
     cached tokens [first[d], end[d]), its own row among them. `first[d] == end[d]` gives an item that writes zeros: a
     padding lane. `target_items` is how many items run at once: the programs of a KV head.
 
-    Returns items int32 `[n, 8]` = (token, sequence, first, end, base, index, parts, 0), longest first, and how many
-    slots of the workspace they use. The same lengths always give the same items. There are never more than
-    decodes + 2 * target_items, unless even items of MAX_CHUNK tokens are more.
+    Returns items int32 `[n, 8]` = (token, sequence, first, end, base, index, parts, last), longest first, where `last`
+    is the position of the decode's own row, `end[d] - 1`; and how many slots of the workspace they use. The same
+    lengths always give the same items. There are never more than decodes + 2 * target_items, unless even items of
+    MAX_CHUNK tokens are more.
     """
     count = len(tokens)
     if count == 0:
@@ -54,7 +55,7 @@ def plan_decode(
     items = np.zeros((FIELDS, count if parts is None else int(parts.sum())), np.int32)
     used = 0
     if parts is None:
-        items[0], items[1], items[2], items[3], items[6] = tokens, sequences, first, end, 1
+        items[0], items[1], items[2], items[3], items[6], items[7] = tokens, sequences, first, end, 1, end - 1
     else:
         owner = np.repeat(np.arange(count), parts)
         before = np.cumsum(parts) - parts
@@ -65,7 +66,7 @@ def plan_decode(
         items[0], items[1] = tokens[owner], sequences[owner]
         np.maximum(cut, first[owner], out=items[2], casting="same_kind")
         np.minimum(cut + chunk, end[owner], out=items[3], casting="same_kind")
-        items[4], items[5], items[6] = (before - whole)[owner], index, parts[owner]
+        items[4], items[5], items[6], items[7] = (before - whole)[owner], index, parts[owner], end[owner] - 1
         used = items.shape[1] - int(np.count_nonzero(alone))
     length = (items[3] - items[2]).astype(np.int16)  # of MAX_CHUNK at most; a stable sort of these takes no comparisons
     return items.T[np.argsort(-length, kind="stable")], used

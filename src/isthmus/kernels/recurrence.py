@@ -31,7 +31,7 @@ def linear_recurrence(step: StateStep, view: Tensor, decay: Tensor, added: Tenso
     first = torch.zeros(len(added), dtype=torch.bool, device=added.device)
     first[starts] = True
     scan_(decay, added, first)
-    step.store(view, added[torch.from_numpy(step.query_start[1:] - 1)])
+    step.store(view, added[step.ends])
     return added
 
 

@@ -28,5 +28,6 @@ def rglru(step: StateStep, view: Tensor, x: Tensor, decay: Tensor) -> Tensor:
     decay = decay.float()
     gain = (1 - (2 * decay).exp_()).sqrt_()
     if step.fresh is not None:
-        gain[step.starts[step.fresh]] = 1
+        first = gain.index_select(0, step.starts).masked_fill_(step.fresh[:, None], 1)
+        gain.index_copy_(0, step.starts, first)
     return linear_recurrence(step, view, decay.exp(), gain.mul_(x.float())).to(x.dtype)

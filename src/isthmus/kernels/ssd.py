@@ -72,12 +72,14 @@ def decayed_attention(
 ) -> Tensor:
     """As `ssd`, with decay (logarithms, none positive) and gain `[T, H]`."""
     inputs = _Inputs(query, key, value, decay, gain)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    tokens = len(value)
+    out = value.new_empty((tokens + 1, *value.shape[1:]))  # the last: outputs of padding
     state_bytes = view[0].numel() * 4
     for sequences in torch.split(step.decodes, max(1, SLAB_BYTES // (3 * state_bytes))):
         _decodes(step, view, inputs, sequences, out)
     if len(step.chunks):
         _chunks(step, view, inputs, chunk, out)
+    out = out[:tokens]
     return out if skip is None else out.addcmul_(value, skip.to(value.dtype)[:, None])
 
 
@@ -120,7 +122,7 @@ def _chunks(step: StateStep, view: Tensor, inputs: _Inputs, chunk: int, out: Ten
             states = step.load(view, sequences) if rank == 0 else view.index_select(0, step.pages[sequences])
             states = states.float()
             rows = _chunk(states, inputs, tokens, real, later)
-            out[tokens[real]] = rows.transpose(1, 2)[real].to(out.dtype)
+            out[grid.into[part]] = rows.transpose(1, 2).to(out.dtype)
             step.store(view, states, sequences)
 
 

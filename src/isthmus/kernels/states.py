@@ -13,7 +13,9 @@ knows). Tensors that depend on the step alone are made once for all layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ class Grid:
 
     size: int
     tokens: Tensor  # int64 [N, size]: of the flat batch; padding repeats the chunk's first token
+    into: Tensor  # int64 [N, size]: the same, but padding is one token more than the batch has: where outputs go
     padding: Tensor  # bool [N, size]
     member: Tensor  # int64 [N]: which of `sequences` the chunk is of
     sequences: Tensor  # int64 [M] of the step
@@ -54,18 +57,21 @@ class Taps:
 
 @dataclass
 class StateStep:
-    """A step as state operations see it."""
+    """A step as state operations see it. Tensors are where the states are."""
 
     query_start: Int64  # [S + 1]
     pages: Tensor  # int64 [S]: physical page of each sequence's state
     fresh: Tensor | None  # bool [S]: its state is zero; None: nobody's is
+    starts: Tensor  # int64 [S]: each sequence's first token in the flat batch
+    ends: Tensor  # int64 [S]: its last
     decodes: Tensor  # int64: sequences with one token
     chunks: Tensor  # int64: sequences with more
+    upload: Callable[[NDArray[Any]], Tensor] = torch.from_numpy  # an array to where the states are
     _grids: dict[int, Grid] = field(default_factory=dict)  # by chunk size
     _windows: dict[int, Taps] = field(default_factory=dict)  # by width
 
     @classmethod
-    def of(cls, query_start: Int64, past: Int64, pages: Int64) -> StateStep:
+    def of(cls, query_start: Int64, past: Int64, pages: Int64) -> Self:
         """query_start `[S + 1]`, past `[S]` as in `Step`; pages `[S]` physical. IndexError for a missing page."""
         if not pages.all():
             raise IndexError("a sequence of the step has no state page (physical page 0)")
@@ -74,6 +80,8 @@ class StateStep:
             query_start,
             torch.from_numpy(pages),
             torch.from_numpy(fresh) if fresh.any() else None,
+            torch.from_numpy(query_start[:-1]),
+            torch.from_numpy(query_start[1:] - 1),
             torch.from_numpy(np.flatnonzero(counts == 1)),
             torch.from_numpy(np.flatnonzero(counts > 1)),
         )
@@ -83,11 +91,6 @@ class StateStep:
         """Has every sequence one token?"""
         return len(self.chunks) == 0
 
-    @property
-    def starts(self) -> Tensor:
-        """int64 [S]: each sequence's first token in the flat batch."""
-        return torch.from_numpy(self.query_start[:-1])
-
     def load(self, view: Tensor, sequences: Tensor | None = None) -> Tensor:
         """A copy of the states `[S, *shape]`, or of some sequences'; zeros where they are fresh."""
         pages, fresh = self.pages, self.fresh
@@ -95,7 +98,7 @@ class StateStep:
             pages, fresh = pages[sequences], None if fresh is None else fresh[sequences]
         states = view.index_select(0, pages)
         if fresh is not None:
-            states[fresh] = 0
+            states.masked_fill_(fresh.view(-1, *(1,) * (states.dim() - 1)), 0)
         return states
 
     def store(self, view: Tensor, states: Tensor, sequences: Tensor | None = None) -> None:
@@ -121,9 +124,9 @@ class StateStep:
         return made
 
     def _grid(self, size: int) -> Grid:
-        sequences = self.chunks.numpy()
-        counts = np.diff(self.query_start)[sequences]
-        per = -(-counts // size)
+        counts, total = np.diff(self.query_start), self.query_start[-1]
+        sequences = np.flatnonzero(counts > 1)
+        per = -(-counts[sequences] // size)
         member = np.repeat(np.arange(len(sequences)), per)
         rank = np.arange(per.sum()) - np.repeat(np.cumsum(per) - per, per)
         first = self.query_start[sequences][member] + rank * size
@@ -132,14 +135,11 @@ class StateStep:
         tokens = first[:, None] + np.where(padding, 0, offset)
         order = np.argsort(rank, kind="stable")
         ranks = np.split(order, np.cumsum(np.bincount(rank))[:-1]) if len(order) else []
-        return Grid(
-            size,
-            torch.from_numpy(tokens),
-            torch.from_numpy(padding),
-            torch.from_numpy(member),
-            self.chunks,
-            tuple((torch.from_numpy(chunks), torch.from_numpy(member[chunks])) for chunks in ranks),
-        )
+        in_order = (x for chunks in ranks for x in (chunks, member[chunks]))
+        arrays = (tokens, np.where(padding, total, tokens), member, *in_order)
+        of_batch, into, owner, *rest = self._together(arrays)
+        pairs = tuple(zip(rest[::2], rest[1::2], strict=True))
+        return Grid(size, of_batch, into, into == int(total), owner, self.chunks, pairs)
 
     def _taps(self, width: int) -> Taps:
         counts, keep = np.diff(self.query_start), width - 1
@@ -147,12 +147,14 @@ class StateStep:
         begins = ends - counts - keep
         own = np.arange(self.query_start[-1]) + keep * np.repeat(np.arange(1, len(counts) + 1), counts)
         step = np.arange(keep)
-        return Taps(
-            torch.from_numpy(own),
-            torch.from_numpy(begins[:, None] + step),
-            torch.from_numpy(ends[:, None] - keep + step),
-            int(ends[-1]),
-        )
+        own_, old, last = self._together((own, begins[:, None] + step, ends[:, None] - keep + step))
+        return Taps(own_, old, last, int(ends[-1]))
+
+    def _together(self, arrays: Sequence[Int64]) -> list[Tensor]:
+        """Those arrays in one upload."""
+        flat = self.upload(np.concatenate([x.ravel() for x in arrays]))
+        parts = torch.split(flat, [x.size for x in arrays])
+        return [part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]
 
 
 def state_view(arena: Tensor, group: Group, name: str) -> Tensor:

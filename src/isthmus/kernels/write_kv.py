@@ -45,6 +45,7 @@ def _write_kernel(
     PAGE_SIZE: tl.constexpr,
     VECTOR: tl.constexpr,
     LIMIT: tl.constexpr,
+    VALUES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -57,17 +58,19 @@ def _write_kernel(
     b_page = b_slot // PAGE_SIZE * page_vectors * VECTOR
     b_place = b_slot % PAGE_SIZE * KV_HEADS + o_head
     o_key = tl.arange(0, BLOCK_K)
-    o_value = tl.arange(0, BLOCK_V)
     p_from = p_key + o_token[:, None] * key_token + o_head[:, None] * key_head + o_key[None, :]
     inside_key = written & (o_key < K_DIM)[None, :]
     b_key = tl.load(p_from, mask=inside_key)
-    p_from = p_value + o_token[:, None] * value_token + o_head[:, None] * value_head + o_value[None, :]
-    inside_value = written & (o_value < V_DIM)[None, :]
-    b_value = tl.load(p_from, mask=inside_value)
+    if VALUES:
+        o_value = tl.arange(0, BLOCK_V)
+        p_from = p_value + o_token[:, None] * value_token + o_head[:, None] * value_head + o_value[None, :]
+        inside_value = written & (o_value < V_DIM)[None, :]
+        b_value = tl.load(p_from, mask=inside_value)
     p_to = p_key_pages + (b_page + b_place * K_DIM)[:, None] + o_key[None, :]
     tl.store(p_to, to_page(b_key, k_scale, p_key_pages.dtype.element_ty, LIMIT), mask=inside_key)
-    p_to = p_value_pages + (b_page + b_place * V_DIM)[:, None] + o_value[None, :]
-    tl.store(p_to, to_page(b_value, v_scale, p_value_pages.dtype.element_ty, LIMIT), mask=inside_value)
+    if VALUES:
+        p_to = p_value_pages + (b_page + b_place * V_DIM)[:, None] + o_value[None, :]
+        tl.store(p_to, to_page(b_value, v_scale, p_value_pages.dtype.element_ty, LIMIT), mask=inside_value)
 
 
 def write_kv(
@@ -84,7 +87,7 @@ def write_kv(
 
     key `[T, kv_heads, k_dim]` and value `[T, kv_heads, v_dim]`, unit last stride; `slots` int64 `[T]`, page *
     page_size + offset, -1 for a token that is not written; pages as in `Pages`. fp8 pages hold row / scale,
-    saturated.
+    saturated. Where values are the first elements of the keys, keys alone are written.
     """
     pages = Pages.of(key_pages, value_pages)
     tokens = key.shape[0]
@@ -114,6 +117,7 @@ def write_kv(
         PAGE_SIZE=pages.page_size,
         VECTOR=pages.vector,
         LIMIT=pages.limit,
+        VALUES=not pages.shared,
         BLOCK_R=rows,
         BLOCK_K=block_k,
         BLOCK_V=triton.next_power_of_2(pages.v_dim),

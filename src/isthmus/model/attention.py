@@ -100,6 +100,8 @@ def isthmus_attention(
     """
     if attention_batch is None:
         raise ValueError('attn_implementation="isthmus" needs attention_batch=... in the call of the model')
+    if attention_mask is not None:  # nobody made one for us, so the module did: it says more than what comes later
+        others["attention_mask"] = attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = Scoring(scaling, softcap, s_aux, relative)
     latent: Latent | None = getattr(module, LATENT, None)

@@ -9,6 +9,7 @@ keeps state between tokens is refused with that layer's name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -142,8 +143,10 @@ def _broken(trace: Trace) -> str:
 
 
 def _keeps_state(module: nn.Module) -> bool:
-    """What keeps state between tokens knows its layer, to find it in Transformers' cache, or convolves tokens."""
-    return hasattr(module, "layer_idx") or isinstance(module, nn.Conv1d)
+    """What keeps state between tokens convolves them, or knows its layer, to find it in the cache that it is handed
+    beside hidden states."""
+    taken = len(inspect.signature(type(module).forward).parameters) - 1  # but for itself
+    return isinstance(module, nn.Conv1d) or (hasattr(module, "layer_idx") and taken > 1)
 
 
 def _objection(i: int, layer: nn.Module, trace: Trace, layer_type: str | None) -> str | None:

@@ -40,6 +40,10 @@ _TEXT_PREFIX = {r"^(model\.)?language_model\.(model\.)?": "model.", r"^model\.lm
 """How the text model's weights are named inside a multimodal checkpoint, and how it names them itself."""
 
 _SEED = 0
+_UNMAKEABLE = (
+    *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True)
@@ -156,11 +160,13 @@ def build_model(
         device: where the weights go, "cpu" or "cuda".
 
     Raises:
-        ModelError: weights are missing, unknown, or of another shape, naming the first few.
+        ModelError: weights are missing, unknown, or of another shape, naming the first few; or the family's attention
+            cannot be replaced.
     """
     config = source.load_config()
     if load_format == "dummy":
-        with torch.random.fork_rng(), torch.device(device):
+        path = source.directory / "config.json"
+        with _building(path, config, attn_implementation), torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(_SEED)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     else:
@@ -170,23 +176,36 @@ def build_model(
     return model.to(device).eval().requires_grad_(False)
 
 
+@contextmanager
+def _building(path: Path, config: PretrainedConfig, attn_implementation: str) -> Iterator[None]:
+    """What the constructors of modules raise over numbers that do not go together, and over weights, as ModelError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _UNMAKEABLE as error:
+        if error.args == (attn_implementation,):  # some families look in a table of their own, not in the registry
+            raise ModelError(f"{config.model_type} cannot be served: its attention cannot be replaced") from error
+        raise ModelError(f"{path}: Transformers cannot make a {config.model_type} of it: {_line(error)}") from error
+
+
 def _load(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str, progress: bool | None
 ) -> PreTrainedModel:
     multimodal = _read_json(folder / "config.json")["model_type"] != config.model_type
-    with _quiet(bar=sys.stderr.isatty() if progress is None else progress):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that the report names them all
-                key_mapping=_TEXT_PREFIX if multimodal else None,
-            )
-        except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise ModelError(f"{folder}: Transformers cannot load it: {_line(error)}") from error
+    with (
+        _quiet(bar=sys.stderr.isatty() if progress is None else progress),
+        _building(folder, config, attn_implementation),
+    ):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that the report names them all
+            key_mapping=_TEXT_PREFIX if multimodal else None,
+        )
     unexpected = set(report["unexpected_keys"])
     if multimodal:  # the vision and audio towers are not loaded
         unexpected = {name for name in unexpected if name.startswith(("language_model.", "model.language_model."))}

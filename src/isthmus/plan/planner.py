@@ -47,7 +47,8 @@ def make(shape: Shape, config: EngineConfig, money: Budget, workload: Workload |
     ConfigError as `serve` gives it where settings are impossible, and if no request of the workload fits.
     """
     groups, size, memory = shape.layout.groups, money.arena_bytes, config.memory
-    own = Pool(size, groups, walls=sizing.walls(memory, groups, size))
+    context = config.model.max_model_len or shape.layout.max_model_len
+    own = Pool(size, groups, walls=sizing.walls(memory, groups, size, context))
     longest = sizing.max_model_len(config, shape.layout.max_model_len, own)
     lengths = lengths_upto(longest - 1)
     if workload is not None:
