@@ -127,15 +127,15 @@ def best_walls(groups: Sequence[Group], arena_bytes: int, lengths: Sequence[tupl
         )
     mean = {group.name: _mean_bytes(group, lengths) for group in groups}
     walls: dict[str, int] = {}
-    open_names = {group.name for group in groups}
+    open_names = [group.name for group in groups]  # in order: sums of floats depend on it
     # Whoever's share is below its least gets that; the others divide what is left.
     while open_names:
         left = usable - sum(walls.values())
         weight = sum(mean[name] for name in open_names)
         share = {name: int(left * mean[name] / weight) for name in open_names}
-        short = {name for name in open_names if share[name] < least[name]}
+        short = [name for name in open_names if share[name] < least[name]]
         walls |= {name: least[name] for name in short} if short else share
-        open_names -= short or open_names
+        open_names = [name for name in open_names if short and name not in short]
     return {group.name: walls[group.name] for group in groups}
 
 
