@@ -259,9 +259,9 @@ def test_lengths_count_every_sequence_of_a_request(llm: LLM) -> None:
 def test_one_arena_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     old, seen = weakref.ref(llm.engine.executor), []
 
-    def build_beside(*args: Any) -> Runner:
+    def build_beside(*args: Any, **settings: Any) -> Runner:
         seen.append(old())
-        return Runner(*args)
+        return Runner(*args, **settings)
 
     monkeypatch.setattr("isthmus.engine.backends.Runner", build_beside)
     with llm.static([(8, 8)]):
