@@ -41,7 +41,7 @@ def _conv_kernel(
     inside = o_channel < CHANNELS
     p_row = p_out + token * out_token + o_channel
     if page != 0:
-        known = inside & (tl.load(p_fresh + i_lane) == 0)
+        known = o_channel < CHANNELS * (1 - tl.load(p_fresh + i_lane).to(tl.int32))
         # The factor VECTOR tells the compiler how wide it may load.
         p_rows = p_state + page * page_vectors * VECTOR + o_channel
         p_taps = p_weight + o_channel * WIDTH

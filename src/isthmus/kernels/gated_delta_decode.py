@@ -80,7 +80,8 @@ def _decode_kernel(
         # The factor VECTOR tells the compiler how wide it may load.
         p_own = p_state + page * page_vectors * VECTOR + i_head * (K_DIM * V_DIM)
         p_own = p_own + o_key[:, None] * V_DIM + o_value[None, :]
-        known = inside & (tl.load(p_fresh + i_lane) == 0)
+        fresh = tl.load(p_fresh + i_lane).to(tl.int32)
+        known = live_key[:, None] & (o_value < V_DIM * (1 - fresh))[None, :]
         b_state = tl.load(p_own, mask=known, other=0.0) * tl.exp(b_decay.to(tl.float32))[:, None]
         b_write = (b_value.to(tl.float32) - tl.sum(b_key[:, None] * b_state, 0)) * beta
         b_state += b_key[:, None] * b_write[None, :]
