@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from isthmus.engine import sizing
-from isthmus.engine.config import EngineConfig, SchedulerConfig
+from isthmus.engine.config import EngineConfig
 from isthmus.engine.sequence import Request
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "conversations": args.conversations,
         "turns": args.turns,
         "tokens": {"system": args.system, "user": args.user, "answer": args.answer},
-        "rules": {name: _chat(layout.groups, arena, config.scheduler, n, args) for name, n in rules.items()},
+        "rules": {name: _chat(layout.groups, arena, config, n, args) for name, n in rules.items()},
     }
 
 
@@ -55,12 +55,18 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _chat(
-    groups: Sequence[Group], arena: int, config: SchedulerConfig, interval: int | None, args: argparse.Namespace
+    groups: Sequence[Group], arena: int, config: EngineConfig, interval: int | None, args: argparse.Namespace
 ) -> dict[str, int]:
     pool, rng = Pool(arena, groups), random.Random(0)
     longest = args.system + args.turns * (args.user + args.answer)
     planner = Planner(
-        pool, config, max_model_len=longest + 1, prefix_caching=True, clock=time.monotonic, snapshots=interval
+        pool,
+        config.scheduler,
+        max_model_len=longest + 1,
+        prefix_caching=True,
+        page_size=config.memory.page_size,
+        clock=time.monotonic,
+        snapshots=interval,
     )
     system = _tokens(rng, args.system)
     histories = [list(system) for _ in range(args.conversations)]

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.cache import kind_of
-from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.rows import Int64
 from isthmus.engine.scheduler import Scheduler
@@ -29,6 +28,7 @@ class Planner(Scheduler):
     """A scheduler in virtual time. Steps do not overlap.
 
     Args:
+        page_size: see `Scheduler`.
         snapshots: save states at multiples of so many tokens; None: where the engine does.
         output_token: what every sequence generates.
     """
@@ -41,20 +41,27 @@ class Planner(Scheduler):
         max_model_len: int,
         prefix_caching: bool,
         clock: Callable[[], float],
+        page_size: int | None = None,
         snapshots: int | None = None,
         output_token: int = 0,
     ) -> None:
-        super().__init__(pool, config, max_model_len=max_model_len, prefix_caching=prefix_caching, clock=clock)
+        super().__init__(
+            pool,
+            config,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+            page_size=page_size,
+            clock=clock,
+        )
         self._output_token = output_token
         self._windows = [kind_of(g, keep_boundary=prefix_caching) for g in pool.groups.values() if g.kind == "window"]
-        self._page = capacity.page_size(pool.groups.values())
         self._settled: object = None  # what the pool looked like when the last step was committed
         if snapshots is None:
             return
         if self.cache is None or not self.cache.roles.states:
             raise ConfigError("--snapshots needs a model with states and the prefix cache: there is nothing to save")
-        if snapshots < 1 or snapshots % self._page:
-            raise ConfigError(f"--snapshots {snapshots} is not a multiple of the page size, {self._page}")
+        if snapshots < 1 or snapshots % self._page_size:
+            raise ConfigError(f"--snapshots {snapshots} is not a multiple of the page size, {self._page_size}")
         self._sharing = IntervalSharing(self.cache, self.placement, snapshots)
         self.running.at = IntervalRows(config.max_num_seqs, snapshots)
 
@@ -94,7 +101,7 @@ class Planner(Scheduler):
         """So many steps change nothing but lengths, at least."""
         rows, at = self.running.rows, self.running.at
         past = at.past[rows]
-        most = int((-past % self._page).min()) - 1
+        most = int((-past % self._page_size).min()) - 1
         if most < 1:
             return 0
         decoding = (at.length[rows] - past == 1) & (past >= at.prompt[rows]) & at.begun[rows]

@@ -42,6 +42,7 @@ class Setup:
     prefix_caching: bool = True
     snapshots: int | None = None  # save states at multiples of so many tokens; None: where the engine does
     max_model_len: int | None = None  # None: the model's
+    page_size: int | None = None  # between the boundaries of cached prefixes; None: the token groups'
 
     @property
     def longest(self) -> int:
@@ -94,6 +95,7 @@ class Simulation:
             max_model_len=setup.longest,
             prefix_caching=setup.prefix_caching,
             clock=self.clock,
+            page_size=setup.page_size,
             snapshots=setup.snapshots,
             output_token=_OUTPUT,
         )

@@ -225,6 +225,7 @@ def _setup(args: argparse.Namespace, loaded: Loaded, machine: Machine) -> Setup:
         prefix_caching=not args.no_enable_prefix_caching,
         snapshots=args.snapshots,
         max_model_len=args.max_model_len,
+        page_size=None if any(g.space == "tokens" for g in loaded.model.groups) else args.page_size,
     )
 
 
