@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from isthmus.memory import Group, Pool
 from isthmus.memory.group import null_bytes
 
 DEFAULT_POOL_BYTES = 4 << 30
+
+_log = logging.getLogger(__name__)
 
 
 def arena_bytes(config: MemoryConfig, groups: Sequence[Group]) -> int:
@@ -74,6 +77,8 @@ def walls(config: MemoryConfig, groups: Sequence[Group], size: int, context: int
     if config.static_split is not None:
         return capacity.split_walls(groups, size, config.static_split)
     prompt, output = config.static_workload
+    if prompt + output > context and config.static_workload != MemoryConfig().static_workload:
+        _log.warning("--static-workload %d,%d is cut to the longest sequence, %d tokens", prompt, output, context)
     output = max(1, min(output, context - 1))
     return capacity.best_walls(groups, size, [(max(1, min(prompt, context - output)), output)])
 
