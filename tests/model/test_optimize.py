@@ -68,6 +68,27 @@ def test_projections_of_one_input_are_merged(family: str) -> None:
 
 
 @needs_bf16
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_next", {"in_proj_qkvz", "in_proj_ba"}),
+        ("qwen3_5", {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}),
+        ("olmo_hybrid", {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"}),
+        ("deepseek_v3", {"kv_a_proj_with_mqa"}),
+        ("recurrent_gemma", {"linear_x", "linear_y"}),
+        ("minimax", {"qkv_proj", "output_gate"}),
+        ("lfm2", {"w1", "w3"}),
+    ],
+)
+def test_projections_of_other_mixers_are_merged(family: str, names: set[str]) -> None:
+    model_type, values = config_of(family)
+    model = tiny(model_type, **values).to(torch.bfloat16)
+    optimize(model)
+    parts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, MergedPart)}
+    assert names <= parts
+
+
+@needs_bf16
 def test_a_tied_embedding_is_still_looked_up() -> None:
     values: dict[str, Any] = {**FAMILIES["llama"][1], "tie_word_embeddings": True}
     model = tiny("llama", **values).to(torch.bfloat16)

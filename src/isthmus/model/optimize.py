@@ -23,8 +23,16 @@ from isthmus.model.latent import LATENT
 
 _log = logging.getLogger(__name__)
 
-MERGES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Attribute names of linear layers that a module applies to the same input."""
+MERGES = (
+    ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("qkv_proj", "output_gate"),
+    ("linear_x", "linear_y"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Attribute names of linear layers that a module applies to the same input, as far as it has them."""
 
 ACTIVATIONS = {"GELUTanh": ("gelu", "tanh"), "SiLUActivation": ("swish", ""), "SiLU": ("swish", "")}
 """Activation classes and oneDNN's names for them: operation and algorithm."""
