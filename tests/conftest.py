@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.plain
+
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it is compiled or interpreted: before any test imports one.
     os.environ["TRITON_INTERPRET"] = "1"

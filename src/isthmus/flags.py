@@ -24,6 +24,13 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A verb names its own unknown flags, so that the error leads to the help of that verb."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """One line, where `--help` lies, exit code 2."""
         self.exit(2, f"isthmus: error: {message} (see {self.prog} --help)\n")
@@ -49,6 +56,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, *more: type) -> None:
             parser.add_argument(setting.flag, help=setting.help, **options)
         for alias in setting.aliases:
             parser.add_argument(alias, help=argparse.SUPPRESS, **options)
+        for flag, choice in setting.shorthands:
+            parser.add_argument(
+                flag, help=argparse.SUPPRESS, dest=name, default=argparse.SUPPRESS, action="store_const", const=choice
+            )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; the command line wins")
 
 

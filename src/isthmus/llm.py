@@ -122,18 +122,21 @@ class LLM:
         """
         batch = self._batch(prompts, sampling_params)
         inbox: deque[RequestOutput] = deque()
-        with self._submitted(batch, inbox) as names:
+        with self._submitted(batch, inbox, at_end=on_output is None) as names:
+            counters = self.engine.scheduler.counters
             index = {name: i for i, name in enumerate(names)}
             results = [_empty(name, job) for name, job in zip(names, batch, strict=True)]
             unfinished = len(results)
             with _Progress(len(batch), enabled=use_tqdm) as progress:
                 while unfinished and self.engine.has_work:  # `on_output` may abort requests of its call
+                    before = counters.generation_tokens
                     self._step()
+                    progress.note(counters.generation_tokens - before)
                     while inbox:
                         more = inbox.popleft()
                         result = results[index[more.request_id]]
                         result.merge(more)
-                        progress.note(more)
+                        progress.end(int(more.finished))
                         unfinished -= more.finished
                         if on_output is not None:
                             on_output(index[more.request_id], result)
@@ -337,13 +340,18 @@ class LLM:
         raise RequestError(f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, not {prompt!r:.60}')
 
     @contextlib.contextmanager
-    def _submitted(self, batch: Sequence[_Job], inbox: deque[RequestOutput]) -> Iterator[list[str]]:
-        """All requests of a call, or none: queued on entry, whatever is left of them aborted on exit."""
+    def _submitted(
+        self, batch: Sequence[_Job], inbox: deque[RequestOutput], *, at_end: bool = False
+    ) -> Iterator[list[str]]:
+        """All requests of a call, or none: queued on entry, whatever is left of them aborted on exit. `at_end`: see
+        `Engine.add_request`."""
         names = [str(next(self._names)) for _ in batch]
         try:
             for i, (name, job) in enumerate(zip(names, batch, strict=True)):
                 try:
-                    self.engine.add_request(name, job.ids, job.params, prompt=job.text, cache_salt=job.cache_salt)
+                    self.engine.add_request(
+                        name, job.ids, job.params, prompt=job.text, cache_salt=job.cache_salt, at_end=at_end
+                    )
                 except RequestError as error:
                     raise RequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error)) from None
                 self._inboxes[name] = inbox
@@ -475,10 +483,13 @@ class _Progress:
         self._show()
         self._bar.close()
 
-    def note(self, more: RequestOutput) -> None:
-        """Count what a step added to one request."""
-        self._tokens += sum(len(output.token_ids) for output in more.outputs)
-        self._bar.update(int(more.finished))
+    def end(self, requests: int) -> None:
+        """So many are done."""
+        self._bar.update(requests)
+
+    def note(self, tokens: int) -> None:
+        """A step brought so many, to whomever."""
+        self._tokens += tokens
         if time.perf_counter() - self._shown > 0.2:
             self._show()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isthmus.bench.layouts import DTYPE, LAYOUTS, Heads, Layout, place
+from isthmus.bench.precompile import compile_all
 from tests.test_cli import run
 
 
@@ -43,6 +44,11 @@ def test_fewer_layers_where_not_all_fit() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         place(arena, heads, "page-major", 1, np.array([0]), np.array([500]))
     assert DTYPE.itemsize == 2
+
+
+def test_nothing_to_compile_starts_no_process() -> None:
+    """`--only pages` has no attention kernels."""
+    assert compile_all([], 1.0) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -178,7 +178,7 @@ class TestScores:
 class TestQueue:
     def test_no_rows(self, device: str) -> None:
         drawn = DeviceSampler([EOS], V, device)(torch.empty(0, V, device=device), [])
-        assert (drawn.tokens.tolist(), drawn.results()) == ([], [])
+        assert (drawn.tokens.tolist(), list(drawn.results())) == ([], [])
 
     def test_greedy_rows_upload_nothing(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:

@@ -18,6 +18,7 @@ from isthmus.engine.device_plan import DevicePlan
 from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.gpu_backend import warm_steps
 from isthmus.engine.graphs import Inputs, lane_counts, token_counts
+from isthmus.kernels import fla_chunks
 from isthmus.memory import Pool
 from isthmus.model import device_states
 from isthmus.model.compile import prepare
@@ -28,6 +29,7 @@ from isthmus.params import SamplingParams
 from tests.engine.test_device_runner import ENDLESS, LONGEST, ROWS, in_use, random_prompts, serve
 from tests.engine.test_graph_inputs import Replayed
 from tests.engine.toy_tokenizers import byte_level
+from tests.kernels.library import stand_ins
 from tests.model.families import config_of
 from tests.model.harness import paged, reference, tiny
 
@@ -45,7 +47,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 """One of every sort of state and of attention, with as few layers as show it."""
 
 STATES = [name for name in LAYERS if name not in ("deepseek_v3", "llama4")]
-EXPERTS = ("kimi_linear", "inkling", "deepseek_v3")
+EXPERTS = ("kimi_linear", "inkling", "deepseek_v3", "minimax")
 """In float32 Transformers' experts read their loads back to the host, which no graph can hold."""
 
 
@@ -118,6 +120,22 @@ def test_tokens_are_transformers(device: str, family: str, monkeypatch: pytest.M
     outputs = serve(engine, asked, disturb)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert engine.scheduler.counters.preemptions > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what stands in for the library looks at the host")
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_chunks_by_a_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs and states are put where ours would be: the model's tokens stay."""
+    monkeypatch.setattr(fla_chunks, "forwards", stand_ins)
+    monkeypatch.setattr(fla_chunks, "DTYPES", (torch.float32,))
+    model = small(family)
+    prompts = random_prompts(11, 1, 5)
+    expected = [reference(model, prompt, 4) for prompt in prompts]
+    engine = engine_on("cpu", model, budget=8)
+    assert isinstance(engine.executor, DeviceRunner)
+    engine.executor._states._operations = device_states.LIBRARY
+    outputs = serve(engine, [(p, SamplingParams(max_tokens=4, **ENDLESS)) for p in prompts])
+    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "inkling"])

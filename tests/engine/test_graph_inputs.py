@@ -16,7 +16,7 @@ from isthmus.memory import Delta, Pool
 from isthmus.model.compile import prepare
 from isthmus.model.layout import derive
 from isthmus.params import SamplingParams
-from tests.engine.test_device_runner import GEMMA, complete, engine_on
+from tests.engine.test_device_runner import GEMMA, complete, engine_on, serve
 from tests.model.harness import paged, reference, tiny
 
 
@@ -88,6 +88,27 @@ def test_the_largest_graphs_have_room_for_their_padding(monkeypatch: pytest.Monk
         (),
     )
     assert runner.run(ones) == []  # decodes that nobody samples: not for the graph of decodes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are captured here")
+def test_more_table_writes_than_a_graph_has_places_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody long has left: its pages are all unbound in one step of decodes."""
+    monkeypatch.setattr(device_runner, "Graphs", Replayed)
+    monkeypatch.setattr(device_runner, "_WRITES", 3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    model = tiny("gemma3_text", **GEMMA)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(5, 200, (n,), generator=draw).tolist() for n in (9, 20)]
+    limits = (14, 4)
+    expected = [reference(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
+    twin = paged(model).requires_grad_(False)
+    prepare(twin, compiled=False)
+    engine = engine_on("cpu", twin, graphs=True)
+    asked = [
+        (prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for prompt, n in zip(prompts, limits, strict=True)
+    ]
+    assert [output.outputs[0].token_ids for output in serve(engine, asked)] == expected
 
 
 @pytest.mark.parametrize("most", [1, 4, 20, 256, 8192])

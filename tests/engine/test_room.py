@@ -143,6 +143,7 @@ def test_who_fits_beside_nobody_runs_when_it_is_the_oldest(shape: str, monkeypat
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_outlook_is_what_comes_to_pass(shape: str, prefix_caching: bool) -> None:
     scheduler = scheduler_of(Pool(1 << 20, groups(PAGE, *SHAPES[shape])), prefix_caching=prefix_caching)
+    scheduler.together = 1  # pages come when they are needed
     for prompt in (3, 17, 50):
         ask(scheduler, prompt, 200)
     step(scheduler)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ from tests.engine.scripted import ScriptedExecutor
 from tests.engine.test_device_runner import ENDLESS, GEMMA, engine_on, on_device, random_prompts, serve
 from tests.memory.helpers import groups_of
 from tests.model.harness import tiny
-from tests.server.running import serve as serving
-from tests.server.running import until
 from tests.server.tiny_model import write_tiny_model
 
 
@@ -165,22 +161,3 @@ def test_states_are_owned_too(tmp_path: Path) -> None:
                 seen += 1
         scheduler.settle(step, launched.wait())
     assert seen > 10
-
-
-@pytest.mark.slow
-def test_a_killed_engine_leaves_its_journal_beside_the_next_ones(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.journal"
-    flags = ("--dtype", "float32", "--pool-bytes", "1m", "--page-size", "4", "--journal", str(path))
-    with serving(folder, tmp_path, *flags) as server:
-        ask = {"prompt": "one two", "max_tokens": 8, "ignore_eos": True}
-        assert server.http.post("/v1/completions", json=ask).status_code == 200
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        until(lambda: server.http.get("/health").status_code, lambda status: status == 503)
-        until(lambda: server.http.get("/health").status_code, lambda status: status == 200)
-        assert server.http.post("/v1/completions", json=ask | {"max_tokens": 3}).status_code == 200
-    for name, least in (("a.journal.1", 8), ("a.journal", 3)):
-        life = Replay(tmp_path / name)
-        for _ in life:
-            life.pool.check()
-        assert life.step >= least
-        assert len(life.owners.names) == 1

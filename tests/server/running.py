@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,11 +90,13 @@ def live(pool: dict[str, Any]) -> int:
 
 
 @contextmanager
-def serve(model: str | Path, folder: Path, *flags: str, **environment: str) -> Iterator[Server]:
+def serve(
+    model: str | Path, folder: Path, *flags: str, module: Sequence[str] = ("isthmus",), **environment: str
+) -> Iterator[Server]:
     """Start a server on a free port and stop it at the end."""
     log = folder / f"serve-{time.monotonic_ns()}.log"
     with log.open("w") as errors:
-        process = start(model, errors, *flags, **environment)
+        process = start(model, errors, *flags, module=module, **environment)
     try:
         server = Server(process, log)
         with server.http:
@@ -111,8 +113,10 @@ def serve(model: str | Path, folder: Path, *flags: str, **environment: str) -> I
         process.stdout.close()
 
 
-def start(model: str | Path, errors: Any, *flags: str, **environment: str) -> subprocess.Popen[str]:
-    """`isthmus serve` with its standard output piped."""
-    command = [sys.executable, "-m", "isthmus", "serve", str(model), "--port", "0", *flags]
+def start(
+    model: str | Path, errors: Any, *flags: str, module: Sequence[str] = ("isthmus",), **environment: str
+) -> subprocess.Popen[str]:
+    """`isthmus serve`, or what a module and its arguments make of it, with its standard output piped."""
+    command = [sys.executable, "-m", *module, "serve", str(model), "--port", "0", *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.server.running import Server, live, until
+from tests.server.conftest import TIGHT
+from tests.server.running import Server, live, serve, until
 
 LONG = {"max_tokens": 1200, "temperature": 0, "ignore_eos": True}
 
@@ -50,95 +50,178 @@ def begin(server: Server, prompt: int, *, stream: bool = True, **changes: Any) -
 
 
 ABORTED = 'isthmus:request_success_total{finished_reason="abort"}'
-STEPS = 3
-"""Steps an engine may take after the front knew of its last one and sent an abort: one whose report was on its way, the
-one that was running, and one that began while the abort was. What happens once it has arrived is in test_worker.py."""
+
+
+class Stepped:
+    """A server whose engine takes a step when it is let. Between our calls it stands in the middle of one."""
+
+    def __init__(self, server: Server, steps: TextIO) -> None:
+        self.server = server
+        self.pool = server.pool
+        self._steps = steps
+
+    def step(self, count: int = 1, *, orders: int = 0) -> dict[str, Any]:
+        """Let so many steps end, for the last of which that many orders already wait; the pool as it was then."""
+        end = self.pool()["steps"] + count
+        self._steps.write("0\n" * (count - 1) + f"{orders}\n")
+        self._steps.flush()
+        return until(self.pool, lambda pool: pool["steps"] >= end)
+
+    def run_until(self, ok: Callable[[dict[str, Any]], bool], count: int = 1) -> dict[str, Any]:
+        """So many steps at a time until the pool is so."""
+        while not ok(pool := self.step(count)):
+            pass
+        return pool
+
+    def vanish(self, *clients: RawClient, requests: int = 1) -> dict[str, Any]:
+        """They leave in the middle of a step, which is then let end; the pool as it was after that step.
+
+        `requests` is what each of them has in the engine: one for each prompt.
+        """
+        aborted = self.server.metrics().get(ABORTED, 0)
+        for client in clients:
+            client.vanish()
+        until(lambda: self.server.metrics().get(ABORTED, 0), lambda count: count == aborted + len(clients))
+        return self.step(orders=len(clients) * requests)
+
+    def all_vanish(self, *clients: RawClient, requests: int = 1) -> None:
+        """They leave in the middle of a step, and nobody else is served: it is the last, and then no page is owned."""
+        before = self.pool()
+        assert live(before) > 0
+        self.vanish(*clients, requests=requests)
+        after = self.server.wait_idle()
+        assert after["steps"] == before["steps"] + 1
+        assert after["ids"]["live"] == sum(
+            group["pages"]["cached"] for group in after["groups"] if group["name"] == "full"
+        )
+        assert self.server.metrics()["isthmus:engine_steps_total"] == after["steps"]
 
 
 @contextmanager
-def halted(server: Server) -> Iterator[None]:
-    """The engine process stands still."""
-    engine = server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)
-    try:
-        until(
-            lambda: Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[0], lambda state: state == "T"
-        )
-        yield
-    finally:
-        os.kill(engine, signal.SIGCONT)
+def stepping(model: Path, folder: Path, *flags: str) -> Iterator[Stepped]:
+    """A tight server whose engine waits for us."""
+    pipe = folder / "steps"
+    os.mkfifo(pipe)
+    module = ("tests.server.other_worker", "tests.server.stepped_worker")
+    flags = (*TIGHT, *flags)
+    with (
+        os.fdopen(os.open(pipe, os.O_RDWR), "w") as steps,  # nobody waits for the other end
+        serve(model, folder, *flags, module=module, STEPS=str(pipe), ISTHMUS_API_KEY="secret") as server,
+    ):
+        server.http.headers["authorization"] = "Bearer secret"
+        yield Stepped(server, steps)
 
 
-def vanish(server: Server, *clients: RawClient) -> None:
-    """They leave, and nobody else is served: the engine stops after a few steps, and owns no page."""
-    with halted(server):
-        steps, aborted = server.pool()["steps"], server.metrics().get(ABORTED, 0)
-        for client in clients:
-            client.vanish()
-        until(lambda: server.metrics().get(ABORTED, 0), lambda count: count == aborted + len(clients))
-    assert server.wait_idle()["steps"] - steps <= STEPS
-    assert server.metrics()["isthmus:engine_steps_total"] - steps <= STEPS
+@pytest.fixture(scope="module")
+def shared_stepped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stepped]:
+    with stepping(folder, tmp_path_factory.mktemp("stepped"), "--request-timeout", "600") as stepped:
+        yield stepped
+
+
+@pytest.fixture
+def stepped(shared_stepped: Stepped) -> Iterator[Stepped]:
+    yield shared_stepped
+    shared_stepped.server.wait_idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_while_decoding(tight: Server, stream: bool) -> None:
-    client = begin(tight, 8, stream=stream)
-    until(tight.pool, lambda pool: live(pool) > 0 and pool["running"] == 1)
+def test_a_client_that_leaves_while_decoding(stepped: Stepped, stream: bool) -> None:
+    client = begin(stepped.server, 8, stream=stream)
+    assert stepped.step(20)["running"] == 1
     if stream:
         assert b"data: " in client.read_some() + client.read_some()
-    vanish(tight, client)
+    stepped.all_vanish(client)
 
 
-def test_a_client_that_leaves_during_prefill(tight: Server) -> None:
-    client = begin(tight, 1200, max_tokens=100)
-    until(tight.pool, lambda pool: live(pool) > 0)
-    vanish(tight, client)
+def test_a_client_that_leaves_during_prefill(stepped: Stepped) -> None:
+    client = begin(stepped.server, 1200, max_tokens=100)
+    tokens = stepped.server.metrics()["isthmus:generation_tokens_total"]
+    stepped.step(20)
+    assert stepped.server.metrics()["isthmus:generation_tokens_total"] == tokens, "no more than 160 of its tokens"
+    stepped.all_vanish(client)
 
 
-def test_a_client_that_leaves_without_having_read(tight: Server) -> None:
+def test_a_client_that_leaves_without_having_read(stepped: Stepped) -> None:
     """Hundreds of kilobytes wait for a reader that never comes."""
-    client = begin(tight, 8, logprobs=20)
-    until(tight.pool, lambda pool: pool["steps"] > 0 and live(pool) > 0)
-    before = tight.metrics()["isthmus:generation_tokens_total"]
-    until(lambda: tight.metrics()["isthmus:generation_tokens_total"], lambda count: count > before + 400)
-    vanish(tight, client)
+    client = begin(stepped.server, 8, logprobs=20)
+    stepped.step(400)
+    stepped.all_vanish(client)
 
 
-def test_clients_that_leave_while_waiting(tight: Server) -> None:
-    running = [begin(tight, 8), begin(tight, 8)]
-    until(tight.pool, lambda pool: pool["running"] == 2)
-    waiting = [begin(tight, 8), begin(tight, 8, stream=False)]
-    until(tight.pool, lambda pool: pool["waiting"] == 2)
-    for client in waiting:
-        client.vanish()
-    until(tight.pool, lambda pool: pool["waiting"] == 0 and pool["running"] == 2)
-    waiting = [begin(tight, 8), begin(tight, 8)]
-    until(tight.pool, lambda pool: pool["waiting"] == 2)
-    vanish(tight, *waiting, *running)
+def test_a_client_that_reads_slowly_and_leaves(stepped: Stepped) -> None:
+    client = begin(stepped.server, 8, logprobs=20)
+    for _ in range(5):
+        stepped.step(20)
+        assert client.read_some()  # two kilobytes of some fifty
+    stepped.all_vanish(client)
 
 
-def test_a_client_that_leaves_while_preempted(tight: Server) -> None:
-    before = tight.pool()["preemptions"]
+def test_clients_that_leave_while_waiting(stepped: Stepped) -> None:
+    running = [begin(stepped.server, 8), begin(stepped.server, 8)]
+    stepped.run_until(lambda pool: pool["running"] == 2)
+    waiting = [begin(stepped.server, 8), begin(stepped.server, 8, stream=False)]
+    stepped.run_until(lambda pool: pool["waiting"] == 2)
+    stepped.vanish(*waiting)
+    pool = stepped.step()
+    assert (pool["running"], pool["waiting"]) == (2, 0)
+    waiting = [begin(stepped.server, 8), begin(stepped.server, 8)]
+    stepped.run_until(lambda pool: pool["waiting"] == 2)
+    stepped.all_vanish(*waiting, *running)
+
+
+def test_one_leaves_and_the_other_stays(stepped: Stepped) -> None:
+    """The next step is already without it."""
+    clients = [begin(stepped.server, 80, cache_salt=salt) for salt in ("e", "f")]
+    stepped.run_until(lambda pool: pool["running"] == 2)
+    both = stepped.step(30)
+    stepped.vanish(clients[0])
+    one = stepped.step()
+    assert one["steps"] == both["steps"] + 2
+    assert one["running"] == 1
+    for mine, ours in zip(one["groups"], both["groups"], strict=True):
+        assert 2 * mine["pages"]["live"] <= ours["pages"]["live"] + 2, "one of two that are alike, a step longer"
+    stepped.all_vanish(clients[1])
+
+
+def test_a_client_that_leaves_while_preempted(stepped: Stepped) -> None:
+    before = stepped.pool()["preemptions"]
     # Two tenants: with one salt the same tokens would be one set of pages, and fit.
-    clients = [begin(tight, 600, max_tokens=800, cache_salt=salt) for salt in ("a", "b")]
-    until(tight.pool, lambda pool: pool["preemptions"] > before and pool["waiting"] > 0)
-    clients[1].vanish()
-    until(tight.pool, lambda pool: pool["waiting"] == 0)
-    assert live(tight.pool()) > 0, "the older one goes on"
-    vanish(tight, clients[0])
+    clients = [begin(stepped.server, 600, max_tokens=800, cache_salt=salt) for salt in ("a", "b")]
+    stepped.run_until(lambda pool: pool["preemptions"] > before and pool["waiting"] > 0, 10)
+    stepped.vanish(clients[1])
+    pool = stepped.step()
+    assert (pool["running"], pool["waiting"]) == (1, 0), "the older one goes on"
+    stepped.all_vanish(clients[0])
 
 
-def test_clients_that_leave_while_one_is_preempted(tight: Server) -> None:
-    before = tight.pool()["preemptions"]
-    clients = [begin(tight, 600, max_tokens=800, cache_salt=salt) for salt in ("c", "d")]
-    until(tight.pool, lambda pool: pool["preemptions"] > before and pool["waiting"] > 0)
-    vanish(tight, *clients)
+def test_clients_that_leave_while_one_is_preempted(stepped: Stepped) -> None:
+    before = stepped.pool()["preemptions"]
+    clients = [begin(stepped.server, 600, max_tokens=800, cache_salt=salt) for salt in ("c", "d")]
+    stepped.run_until(lambda pool: pool["preemptions"] > before and pool["waiting"] > 0, 10)
+    stepped.all_vanish(*clients)
 
 
-def test_continuations_and_prompts_all_go(tight: Server) -> None:
-    client = RawClient(tight, {"prompt": ["a", "b"], "n": 2, "stream": True} | LONG)
-    until(tight.pool, lambda pool: pool["running"] == 2 and pool["waiting"] == 2)
-    vanish(tight, client)
+def test_continuations_and_prompts_all_go(stepped: Stepped) -> None:
+    client = RawClient(stepped.server, {"prompt": ["a", "b"], "n": 2, "stream": True} | LONG)
+    stepped.run_until(lambda pool: pool["running"] == 2 and pool["waiting"] == 2)
+    stepped.all_vanish(client, requests=2)
+
+
+def test_requests_that_take_too_long(folder: Path, tmp_path: Path) -> None:
+    """A status before the first text, an event after it; the engine is rid of them like of those whose client left."""
+    with stepping(folder, tmp_path, "--request-timeout", "2") as stepped:
+        late = stepped.server.http.post("/v1/completions", json={"prompt": "x"} | LONG)
+        assert late.status_code == 408
+        assert late.json()["error"]["code"] == "timeout"
+        assert "--request-timeout (2 s)" in late.json()["error"]["message"]
+        stepped.step(orders=1)
+        client = begin(stepped.server, 8)
+        stepped.step(3)
+        events = [line for line in client.read_all().splitlines() if line.startswith(b"data: ")]
+        assert len(events) > 1
+        assert json.loads(events[-1].removeprefix(b"data: "))["error"]["type"] == "timeout_error"
+        stepped.step(orders=1)
+        stepped.server.wait_idle()
 
 
 def test_aborted_requests_are_counted(tight: Server) -> None:

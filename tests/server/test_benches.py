@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from isthmus.bench.load import Answer, Ask
+from isthmus.bench.load import Answer, Ask, Target, closed_loop
 from isthmus.bench.serve import summary
 from isthmus.bench.soak import _growth, _wrong
 from tests.model.tiny_gguf import tiny_model, write_gguf
@@ -63,6 +65,31 @@ def test_serve_bench_against_a_server(
     assert result["goodput_requests_per_second"] == result["requests_per_second"] > 0
 
 
+def test_256_streams_at_once_of_which_one_in_ten_hangs_up(server: Server) -> None:
+    """Every survivor gets the very tokens that it gets without company, and one end."""
+    rng = np.random.default_rng(0)
+    asks = [
+        Ask(rng.integers(3, 250, rng.integers(1, 60)).tolist(), 4 * int(rng.integers(1, 7)), hang_up, is_counted=True)
+        for hang_up in [None] * 230 + [1] * 13 + [3] * 13
+    ]
+    rng.shuffle(asks)
+    answers = asyncio.run(closed_loop(Target(server.url, "tiny"), asks, len(asks), lambda answer: None))
+    assert server.wait_idle()["ids"]["live"] > 0, "the rest is cached"
+    assert sum(value for name, value in server.metrics().items() if 'state="live"' in name) == 0
+    alone: dict[int, str] = {}
+    for length in {ask.output_len for ask in asks}:
+        same = [i for i, ask in enumerate(asks) if ask.output_len == length]
+        body = {"prompt": [asks[i].prompt for i in same], "max_tokens": length, "temperature": 0, "ignore_eos": True}
+        choices = server.http.post("/v1/completions", json=body).json()["choices"]
+        alone |= {i: choice["text"] for i, choice in zip(same, choices, strict=True)}
+    assert all(answer.hung_up for ask, answer in zip(asks, answers, strict=True) if ask.hang_up_after == 1)
+    for i, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        assert answer.error is None
+        if not answer.hung_up:
+            assert (answer.done, answer.tokens, answer.received) == (1, ask.output_len, ask.output_len)
+            assert answer.text == alone[i]
+
+
 def test_a_summary_counts_what_went_wrong() -> None:
     good = Answer(0.0, pieces=[0.1, 0.2], end=0.2, tokens=2, done=1)
     slow = Answer(0.0, pieces=[0.9, 1.0], end=1.0, tokens=2, done=1)
@@ -75,9 +102,10 @@ def test_a_summary_counts_what_went_wrong() -> None:
 
 def test_a_soak_notices_missing_tokens_and_ends() -> None:
     ask = Ask([1], 3)
-    assert _wrong(ask, Answer(0.0, tokens=3, done=1)) is None
-    assert _wrong(ask, Answer(0.0, tokens=2, done=1)) == "2 tokens instead of 3"
-    assert _wrong(ask, Answer(0.0, tokens=3, done=2)) == "2 times [DONE]"
+    assert _wrong(ask, Answer(0.0, tokens=3, received=3, done=1)) is None
+    assert _wrong(ask, Answer(0.0, tokens=2, received=2, done=1)) == "2 tokens instead of 3"
+    assert _wrong(ask, Answer(0.0, tokens=3, received=2, done=1)) == "2 tokens received instead of 3"
+    assert _wrong(ask, Answer(0.0, tokens=3, received=3, done=2)) == "2 times [DONE]"
     assert _wrong(ask, Answer(0.0, tokens=1, hung_up=True)) is None
 
 

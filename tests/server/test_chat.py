@@ -46,6 +46,43 @@ def test_a_chat_is_the_completion_of_its_template(server: Server, folder: Path) 
     assert chat.usage.prompt_tokens_details.cached_tokens > 0, "the second of the two finds what the first left"
 
 
+BIAS = {"logit_bias": {"64": 100}}  # the letter a
+FIELDS: list[dict[str, Any]] = [
+    {"temperature": 0.4}, {"top_p": 0.3}, {"seed": 8}, {"n": 3}, BIAS | {"stop": ["\x01", "aa"]},
+    {"frequency_penalty": 2.0}, {"presence_penalty": -2.0}, BIAS, {"top_k": 3}, {"min_p": 0.2},
+    {"repetition_penalty": 20.0}, {"ignore_eos": True},
+    BIAS | {"stop_token_ids": [64]}, BIAS | {"stop_token_ids": [64], "min_tokens": 4},
+    BIAS | {"stop": "aaa", "include_stop_str_in_output": True}, {"skip_special_tokens": False}, {"cache_salt": "mine"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: list(fields)[-1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_mean_in_a_chat_what_they_mean_in_a_completion(
+    server: Server, fields: dict[str, Any], stream: bool
+) -> None:
+    """Each through the real client, whole and as a stream; what they mean is tested with completions."""
+    ids = server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    body = {"seed": 5, "max_tokens": 20, "temperature": 1.0} | fields
+    own = set(body) - {"temperature", "top_p", "seed", "n", "stop", "frequency_penalty", "presence_penalty"}
+    options: Any = {
+        "model": "tiny",
+        "extra_body": {name: body.pop(name) for name in own if name != "max_tokens"},
+    } | body
+    want = server.openai.completions.create(prompt=ids, **options)
+    if not stream:
+        chat = server.openai.chat.completions.create(messages=MESSAGES, **options)
+        found = [(choice.message.content, choice.finish_reason) for choice in chat.choices]
+    else:
+        texts, reasons = [""] * len(want.choices), [""] * len(want.choices)
+        for chunk in server.openai.chat.completions.create(messages=MESSAGES, stream=True, **options):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                reasons[choice.index] = choice.finish_reason or ""
+        found = list(zip(texts, reasons, strict=True))
+    assert found == [(choice.text, choice.finish_reason) for choice in want.choices]
+
+
 def test_parts_and_developers_and_no_limit(server: Server) -> None:
     content = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     parts = [{"role": "developer", "content": "be short"}, {"role": "user", "content": content}]
@@ -78,7 +115,11 @@ def test_a_stream_adds_up_to_the_whole(server: Server) -> None:
         reasons[i] = choice.finish_reason
     assert texts == [choice.message.content for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert logprobs == [choice.logprobs.content for choice in whole.choices]
+    for found, choice in zip(logprobs, whole.choices, strict=True):
+        assert [entry.token for entry in found] == [entry.token for entry in choice.logprobs.content]
+        values = [[x.logprob for x in (entry, *entry.top_logprobs)] for entry in found]
+        for mine, entry in zip(values, choice.logprobs.content, strict=True):  # one may be cold and the other warm
+            assert mine == pytest.approx([x.logprob for x in (entry, *entry.top_logprobs)], abs=1e-4)
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from starlette.datastructures import Headers
 
 from isthmus.memory import Group, Pool, opaque_spec
 from isthmus.server import wire
+from isthmus.server.connection import Protocol
 from isthmus.server.dashboard import Broadcast, Stream
 from isthmus.server.dashboard_page import wants_page
 from isthmus.server.dashboard_view import MOST_CELLS, cells
 from isthmus.server.engine_client import EngineClient
 from isthmus.server.errors import ApiError
 from isthmus.server.metrics import Metrics
-from tests.server.running import Server
+from tests.server.running import Server, until
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 LONG = {"prompt": "a secret the cat told", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -184,7 +188,8 @@ class Client:
         self.reads.set()
         self.leaves = asyncio.Event()
         self.news = asyncio.Event()
-        self.task = asyncio.create_task(Stream(broadcast)({"type": "http"}, self._receive, self._send))
+        scope = {"type": "http", "extensions": {"isthmus.cut": self.leaves.set}}
+        self.task = asyncio.create_task(Stream(broadcast)(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         await self.leaves.wait()
@@ -276,6 +281,31 @@ def test_whoever_does_not_read_is_dropped() -> None:
         assert not client.is_complete
 
     play(scene)
+
+
+def test_a_connection_is_cut_without_a_word_of_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Its reader has stopped reading and stays connected: the answer can have no end."""
+
+    async def scene() -> None:
+        filler = "x" * 100_000
+        broadcast = Broadcast(Engine()._look, lambda: {"filler": filler}, lambda: False, interval=0.0, patience=0.05)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            config = uvicorn.Config(Stream(broadcast), http=Protocol, lifespan="off", log_config=None)
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await asyncio.to_thread(until, lambda: len(broadcast), lambda watchers: watchers == 0)
+            assert not (await reader.read()).endswith(b"\r\n0\r\n\r\n"), "what was on its way, and no end"
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    with caplog.at_level(logging.INFO):
+        play(scene)
+    assert "was dropped" in caplog.text
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_there_are_only_so_many_watchers() -> None:

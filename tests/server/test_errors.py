@@ -105,6 +105,13 @@ def test_bodies_that_are_no_requests(server: Server) -> None:
         answer = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400, (content, answer.text)
         assert answer.json()["error"]["message"]
+    for content, kind, word in (
+        (b'{"prompt": }', "application/json", "not JSON: Expecting value at character 11"),
+        (b'["a"]', "application/json", "not a JSON object"),
+        (b'{"prompt": "a"}', "application/x-www-form-urlencoded", "Content-Type: application/json"),  # curl -d alone
+        (b"prompt=a", "text/plain", "Content-Type: application/json"),
+    ):
+        check(server.http.post("/v1/completions", content=content, headers={"content-type": kind}), 400, None, word)
     check(server.http.get("/v1/nothing"), 404, None, "/v1/nothing")
     check(server.http.get("/v1/completions"), 405, None)
 
@@ -162,13 +169,19 @@ def test_what_can_never_fit(tight: Server) -> None:
     check(tight.http.post("/v1/completions", json={"prompt": [5] * 1600, "max_tokens": 100}), 400, "prompt", "1,600")
 
 
-def test_commands_that_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_commands_that_are_refused(server: Server, folder: Path, tmp_path: Path) -> None:
     """One line and exit code 2, before or after the engine process starts."""
     cases = [
+        (
+            [str(folder), "--port", server.url.rpartition(":")[2]],
+            "(Address already in use: stop what does, or choose another --port)",
+        ),
         ([str(tmp_path)], "no config.json"),
         ([str(folder), "--port", "99999"], "--port must be"),
         ([str(folder), "--chat-template", "/nowhere"], "--chat-template /nowhere"),
-        ([str(folder), "--host", "256.0.0.1"], "cannot listen there"),
+        ([str(folder), "--host", "256.0.0.1"], "cannot listen there (Name or service not known)"),
+        ([str(folder), "-tp", "2"], "--tensor-parallel-size must be 1"),
+        ([str(folder), "--schedule-policy", "lpm"], "--schedule-policy lpm (see isthmus serve --help)"),
     ]
     running = [(start(args[0], subprocess.PIPE, *args[1:]), words) for args, words in cases]
     for process, words in running:

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from promql_parser import AggregateExpr, Call, Expr, VectorSelector, parse, walk
 
 from isthmus.server.config import ServerConfig
 from tests.server.running import Server
@@ -20,13 +21,19 @@ from tests.server.running import Server
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "monitoring" / "grafana.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
-METRIC = re.compile(r"isthmus:\w+")
+TARGETS: list[dict[str, Any]] = [target for panel in PANELS for target in panel["targets"]]
+E = TypeVar("E", bound=Expr)
 
 
-def expressions() -> Iterator[str]:
-    for panel in PANELS:
-        for target in panel["targets"]:
-            yield target["expr"]
+def within(expr: Expr, kind: type[E]) -> list[E]:
+    """The parts of a query that are of one kind, the query itself included."""
+    found: list[E] = []
+    walk(expr, lambda part: found.append(part) if isinstance(part, kind) else None)
+    return found
+
+
+def names(expr: Expr) -> list[str]:
+    return [selector.name or "" for selector in within(expr, VectorSelector)]
 
 
 @pytest.fixture
@@ -40,18 +47,54 @@ def samples(server: Server) -> dict[str, set[str]]:
     return found
 
 
+@pytest.fixture
+def counters(server: Server) -> set[str]:
+    """Samples that only grow."""
+    kinds = re.findall(r"^# TYPE (\S+) (\w+)$", server.http.get("/metrics").text, re.MULTILINE)
+    whole = {name for name, kind in kinds if kind == "counter"}
+    return whole | {f"{name}_bucket" for name, kind in kinds if kind == "histogram"}
+
+
 def test_the_dashboard_asks_for_metrics_that_exist(samples: dict[str, set[str]]) -> None:
-    asked = {name for expr in expressions() for name in METRIC.findall(expr)}
+    asked = {name for target in TARGETS for name in names(parse(target["expr"]))}
     assert len(asked) > 10
     assert asked <= set(samples)
 
 
-def test_the_dashboard_groups_by_labels_that_exist(samples: dict[str, set[str]]) -> None:
-    for expr in expressions():
-        names = METRIC.findall(expr)
-        for labels in re.findall(r"by \(([^)]*)\)", expr):
-            for label in labels.split(", "):
-                assert all(label in samples[name] for name in names), expr
+def test_the_dashboard_asks_for_labels_that_exist(samples: dict[str, set[str]]) -> None:
+    for target in TARGETS:
+        query = parse(target["expr"])
+        for selector in within(query, VectorSelector):
+            assert {matcher.name for matcher in selector.matchers.matchers} <= samples[selector.name or ""], target
+        for part in within(query, AggregateExpr):
+            assert part.modifier is not None, target
+            assert part.modifier.labels, target
+            for name in names(part):
+                assert set(part.modifier.labels) <= samples[name], target
+
+
+def test_legends_name_labels_that_are_left(samples: dict[str, set[str]]) -> None:
+    for target in TARGETS:
+        query = parse(target["expr"])
+        asked = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        if isinstance(query, AggregateExpr):
+            assert query.modifier is not None
+            assert asked == set(query.modifier.labels), "curves of one panel have different names"
+        elif within(query, AggregateExpr):
+            assert asked == set(), target
+        else:
+            assert all(asked == samples[name] for name in names(query)), target
+
+
+def test_rates_are_those_of_counters(counters: set[str]) -> None:
+    rated: list[str] = []
+    for target in TARGETS:
+        query = parse(target["expr"])
+        inside = [name for call in within(query, Call) if call.func.name == "rate" for name in names(call)]
+        rated += inside
+        assert set(names(query)) & counters <= set(inside), "the bare count of a counter says little"
+    assert len(rated) > 10
+    assert set(rated) <= counters
 
 
 def test_grafana_can_load_it() -> None:

@@ -26,6 +26,7 @@ class Ask:
     prompt: list[int]
     output_len: int
     hang_up_after: int | None = None  # close the connection after so many pieces; None: read to the end
+    is_counted: bool = False  # ask for each token by itself, so that they can be counted here
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Answer:
     end: float = 0.0
     text: str = ""
     tokens: int = 0  # as the server counted them
+    received: int = 0  # as they came, if the request is counted
     cached_tokens: int = 0
     done: int = 0  # how many `[DONE]` lines
     error: str | None = None
@@ -129,6 +131,8 @@ async def _send(session: aiohttp.ClientSession, target: Target, ask: Ask, note: 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if ask.is_counted:
+        body["logprobs"] = 0
     answer = Answer(time.perf_counter())
     try:
         async with session.post(f"{target.url}/v1/completions", json=body) as response:
@@ -158,6 +162,8 @@ async def _read(response: aiohttp.ClientResponse, ask: Ask, answer: Answer) -> N
         for choice in chunk["choices"]:
             answer.pieces.append(time.perf_counter())
             answer.text += choice["text"]
+            if ask.is_counted:
+                answer.received += len(choice["logprobs"]["tokens"])
         if ask.hang_up_after is not None and len(answer.pieces) >= ask.hang_up_after:
             answer.hung_up = True
             return

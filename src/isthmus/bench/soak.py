@@ -96,7 +96,7 @@ def _round(target: Target, pid: int, args: argparse.Namespace, rng: np.random.Ge
 def _ask(args: argparse.Namespace, rng: np.random.Generator) -> Ask:
     prompt, output = int(rng.integers(1, 2 * args.prompt_len)), int(rng.integers(1, 2 * args.output_len))
     hang_up = int(rng.integers(1, output + 1)) if rng.random() < args.hang_up else None
-    return Ask(rng.integers(3, 250, prompt).tolist(), output, hang_up)
+    return Ask(rng.integers(3, 250, prompt).tolist(), output, hang_up, is_counted=True)
 
 
 def _wrong(ask: Ask, answer: Answer) -> str | None:
@@ -106,7 +106,10 @@ def _wrong(ask: Ask, answer: Answer) -> str | None:
         return answer.error
     if answer.done != 1:
         return f"{answer.done} times [DONE]"
-    return None if answer.tokens == ask.output_len else f"{answer.tokens} tokens instead of {ask.output_len}"
+    for count, what in ((answer.tokens, "tokens"), (answer.received, "tokens received")):
+        if count != ask.output_len:
+            return f"{count} {what} instead of {ask.output_len}"
+    return None
 
 
 def _idle_pool(url: str) -> dict[str, Any]:

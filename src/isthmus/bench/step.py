@@ -3,6 +3,9 @@
 wall_ms         one `Engine.step`, everything included
 host_ms         of that on the host: schedule; launch; settle, which is the rest: results, text, outputs. Waiting for
                 the device is left out. On a CPU the forward runs inside launch
+told_host_ms    the same where every token is told of at once, as to clients that stream; else as `generate` has it:
+                outputs at the end
+host_calls      functions of the host that take most of a step, their own time, under a profiler that slows small ones
 gpu.span_ms     from the start of a step's work on the stream to its end, gaps between kernels included
 gpu.busy_ms     of that with a kernel running, by torch's profiler; gpu.by_class sums kernels
 floor_ms        weights once and the live K/V once, at the bandwidth of a copy in the same run
@@ -13,10 +16,13 @@ Requests have prompts of random tokens. Steps are measured when all of them deco
 from __future__ import annotations
 
 import argparse
+import contextlib
+import cProfile
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +44,7 @@ from isthmus.params import SamplingParams
 WARM = 5  # steps before those that are measured
 TRACED = 8  # steps under the profiler
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
-_SHOWN = 12  # kernels
+_SHOWN = 12  # kernels, and functions of the host
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,6 +102,11 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         row += [gpu.get("span_ms", {}).get("median"), gpu.get("busy_ms")]
         row += [one["floor_ms"], one["wall_over_floor"], one["gpu_over_floor"]]
         yield f"{one['batch']:>10}" + "".join(f"{'-' if cell is None else format(cell, '.3f'):>10}" for cell in row)
+    for one in result["batches"]:
+        told = ", ".join(f"{name} {part['median']:.3f}" for name, part in one["told_host_ms"].items())
+        yield f"host at batch {one['batch']} where every token is told of: {told}"
+    for call in result["batches"][-1]["host_calls"]:
+        yield f"{call['ms']:>10.3f} ms {call['calls']:>8.1f} calls  {call['name']:.80}"
     traces = [one for one in result["batches"] if one["gpu"]]
     for one in traces:
         parts = ", ".join(f"{kind} {ms:.3f}" for kind, ms in one["gpu"]["by_class_ms"].items())
@@ -129,7 +140,7 @@ def _require_room(llm: LLM, args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch {batch} is more than --max-num-seqs {config.scheduler.max_num_seqs}: raise that")
     # While the last prompts are read, the first sequences decode already.
     prefill = -(-batch * args.context // max(1, config.scheduler.max_num_batched_tokens - batch)) + WARM
-    length = args.context + prefill + 2 * WARM + 2 * args.steps + TRACED
+    length = args.context + prefill + 2 * WARM + 2 * args.steps + 2 * TRACED
     longest = engine.scheduler.max_model_len
     if length > longest:
         raise ConfigError(
@@ -145,27 +156,15 @@ def _require_room(llm: LLM, args: argparse.Namespace) -> None:
 
 
 def _measure(llm: LLM, batch: int, context: int, steps: int, weights: int, bandwidth: float) -> dict[str, Any]:
-    engine = llm.engine
-    rng = np.random.default_rng(batch)
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    names = [f"{batch}.{i}" for i in range(batch)]
-    for name in names:
-        engine.add_request(name, rng.integers(3, llm.layout.vocab_size, context).tolist(), params)
-    try:
-        waiting = set(names)
-        while waiting:
-            waiting -= {output.request_id for output in engine.step()}
-        for _ in range(WARM):
-            engine.step()
+    cuda = llm.config.device.device == "cuda"
+    with _decoding(llm, batch, context, at_end=False):
+        told = _timed_steps(llm, batch, steps)
+    with _decoding(llm, batch, context, at_end=True):
         before = _lengths(llm)
         watch = _timed_steps(llm, batch, steps)
         after = _lengths(llm)
-        gpu = _traced_steps(llm) if llm.config.device.device == "cuda" else None
-    finally:
-        for name in names:
-            engine.abort(name)
-        engine.drain()
-        engine.reset_prefix_cache()
+        calls = _profiled_steps(llm)
+        gpu = _traced_steps(llm) if cuda else None
     live = (kv_bytes(llm.layout.groups, before) + kv_bytes(llm.layout.groups, after)) / 2
     floor = (weights + live) / bandwidth * 1e3
     wall = _summary(watch.wall)
@@ -175,12 +174,36 @@ def _measure(llm: LLM, batch: int, context: int, steps: int, weights: int, bandw
         "batch": batch,
         "wall_ms": wall,
         "host_ms": {name: _summary(times) for name, times in watch.host().items()},
+        "told_host_ms": {name: _summary(times) for name, times in told.host().items()},
+        "host_calls": calls,
         "gpu": gpu,
         "kv_bytes": round(live),
         "floor_ms": round(floor, 4),
         "wall_over_floor": round(wall["median"] / floor, 3),
         "gpu_over_floor": round(gpu["busy_ms"] / floor, 3) if gpu and gpu["busy_ms"] else None,
     }
+
+
+@contextlib.contextmanager
+def _decoding(llm: LLM, batch: int, context: int, *, at_end: bool) -> Iterator[None]:
+    """Meanwhile so many requests decode."""
+    engine, running = llm.engine, llm.engine.scheduler.running
+    rng = np.random.default_rng(batch)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    names = [f"{batch}.{i}" for i in range(batch)]
+    for name in names:
+        engine.add_request(name, rng.integers(3, llm.layout.vocab_size, context).tolist(), params, at_end=at_end)
+    try:
+        while len(running) < batch or int(running.past.min()) < context:
+            engine.step()
+        for _ in range(WARM):
+            engine.step()
+        yield
+    finally:
+        for name in names:
+            engine.abort(name)
+        engine.drain()
+        engine.reset_prefix_cache()
 
 
 def _timed_steps(llm: LLM, batch: int, steps: int) -> Stopwatch:
@@ -196,6 +219,24 @@ def _timed_steps(llm: LLM, batch: int, steps: int) -> Stopwatch:
     if set(watch.sizes) != {(batch, batch)}:
         raise ConfigError(f"not all {batch} sequences ran in every step: raise --pool-bytes, or lower --context")
     return watch
+
+
+def _profiled_steps(llm: LLM) -> list[dict[str, Any]]:
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(TRACED):
+        llm.engine.step()
+    profile.disable()
+    entries = sorted(profile.getstats(), key=lambda entry: -entry.inlinetime)[:_SHOWN]
+    return [
+        {"name": _name(entry.code), "calls": entry.callcount / TRACED, "ms": round(entry.inlinetime * 1e3 / TRACED, 4)}
+        for entry in entries
+    ]
+
+
+def _name(code: Any) -> str:
+    """Of a function in Python by its file, of any other as it calls itself."""
+    return code if isinstance(code, str) else f"{Path(code.co_filename).name}: {code.co_qualname}"
 
 
 def _traced_steps(llm: LLM) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Setting:
     aliases: tuple[str, ...] = ()  # accepted, not shown
     choices: tuple[str, ...] = ()
     bare: str | None = None  # what the flag alone means; None: a value is due
+    shorthands: tuple[tuple[str, str], ...] = ()  # flags without a value and the choice they mean; accepted, not shown
     parse: Callable[[str], Any] | None = None  # from the command line or YAML text; None: the field's own type
 
 
@@ -145,6 +146,7 @@ class MemoryConfig(Checked):
         "unified: all kinds share the arena; static: fixed walls between them",
         default="unified",
         choices=("unified", "static"),
+        shorthands=(("--enable-unified-memory", "unified"),),
     )
     pool_bytes: int | None = setting(
         "--pool-bytes",
@@ -267,6 +269,12 @@ class DeviceConfig(Checked):
         "kernels that read the arena; auto: triton on a GPU, torch on a CPU",
         default="auto",
         choices=("auto", "triton", "torch"),
+    )
+    state_chunks: str = setting(
+        "--state-chunks",
+        "who computes prompts of gated delta nets and KDA on a GPU; auto: fla-core where it is installed, else torch",
+        default="auto",
+        choices=("auto", "fla", "torch"),
     )
     enforce_eager: bool = setting(
         "--enforce-eager",

@@ -86,6 +86,7 @@ class Engine:
         self.sanitizer: Sanitizer | None = None
         if check_memory != "off":
             self.sanitizer = Sanitizer(executor, self.scheduler, full=check_memory == "full")
+            self.scheduler.together = 1  # it wants to see a page used when somebody gets it
         self.executor: Executor = self.sanitizer or executor
         self.failure: BaseException | None = None  # what broke the executor; nothing is served after it
         self._faulty: list[RequestOutput] = []  # of requests that a fault of memory has ended, not reported
@@ -109,18 +110,21 @@ class Engine:
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        at_end: bool = False,
     ) -> None:
         """Queue a request. RequestError, and nothing changed, if it can never be served.
 
         `prompt` is the text the ids came from; it is handed back in the outputs. Cached prefixes are shared with
-        requests of the same `cache_salt` alone.
+        requests of the same `cache_salt` alone. `at_end`: outputs may come as late as each sequence's end, which spares
+        the host all work on single tokens where stop strings, a grammar or log probabilities do not want it.
         """
         self._require_alive()
         self._require_ids("the prompt", prompt_token_ids)
         self._require_ids("logit_bias", params.logit_bias)
         self._require_ids("stop_token_ids", params.stop_token_ids)
         followers = [] if params.grammar is None else [self._grammars.follow(params.grammar) for _ in range(params.n)]
-        request = Request(request_id, list(prompt_token_ids), params, cache_salt, prompt)
+        at_end = at_end and not (params.stop or followers or params.logprobs is not None)
+        request = Request(request_id, list(prompt_token_ids), params, cache_salt, prompt, at_end)
         self.scheduler.add(request)
         try:
             writers = {sequence: _Writer(self.decoder, sequence) for sequence in request.sequences}
@@ -139,7 +143,8 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
-        """Launch one step and take the results of one. What they added, one output per request that gained a token.
+        """Launch one step and take the results of one. What they added, one output per request that gained a token and
+        is told of it.
 
         With an executor that overlaps, the results are those of the step before, and none the first time.
         Whatever goes wrong in it is raised here, and the engine is dead from then on: pages on the device may be
@@ -270,8 +275,8 @@ class Engine:
         if self._followers:
             self._follow(sequence, token)
         writer = self._writers[sequence]
-        tokens = [token]
-        text, stop = writer.text.push([] if hidden else tokens)
+        tokens = [*sequence.output] if sequence.request.at_end else [token]
+        text, stop = writer.text.push(tokens[:-1] if hidden else tokens)
         if stop is not None and sequence.finish_reason is None:
             self.scheduler.finish([sequence], "stop", stop)
         elif sequence.finish_reason is not None:
@@ -292,9 +297,10 @@ class Engine:
     def _give_up(self, sequence: Seq, problem: str) -> CompletionOutput:
         """The end of a sequence that got no token: what text was held back, and why."""
         _log.error("request %s ends without its next token: %s", sequence.request.request_id, problem)
-        text = self._writers.pop(sequence).text.finish()[0]
+        writer, tokens = self._writers.pop(sequence), [*sequence.output] if sequence.request.at_end else []
+        text = writer.text.push(tokens)[0] + writer.text.finish()[0]
         self._followers.pop(sequence, None)
-        return CompletionOutput(sequence.index, text, finish_reason=sequence.finish_reason, stop_reason=problem)
+        return CompletionOutput(sequence.index, text, tokens, None, None, sequence.finish_reason, problem)
 
     def _follow(self, sequence: Seq, token_id: int) -> None:
         """Go on in the sequence's grammar, if it has one and goes on itself; end it where the grammar ends."""

@@ -29,7 +29,7 @@ from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
 from isthmus.engine.padding import padding_items, padding_tiles
-from isthmus.engine.step import Result, ScoreSpan, Step
+from isthmus.engine.step import Result, Results, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head_tiles, prefill_tile
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS
@@ -41,6 +41,7 @@ from isthmus.model.state_batch import state_views
 
 _PROGRAMS_PER_CORE = 2  # of a decode
 _ALIGN = 8  # tokens: a flat batch with prefill chunks is padded to a multiple, which matrix products like
+_WRITES = 1 << 11  # of table entries that a step of decodes makes, but for very few
 _PACKED_BYTES = 4 << 20  # of a step's arrays that are not a graph's, before they take a copy of their own
 _SCORE_BYTES = 256 << 20  # of float32 logits at a time
 
@@ -58,15 +59,19 @@ class Outputs:
     tokens: Tensor  # int32 [T], greedy
 
 
-class Results:
-    """What a step will have sampled (`isthmus.engine.step.Launched`)."""
+class Launch:
+    """Implements `isthmus.engine.step.Launched`: a step whose tokens are drawn, then scores of prompt tokens."""
 
-    def __init__(self, parts: Sequence[Drawn | Scored]) -> None:
-        self._parts = parts
+    def __init__(self, drawn: Drawn | None, scored: Sequence[Scored] = ()) -> None:
+        self._drawn = drawn
+        self._scored = scored
 
-    def wait(self) -> list[Result]:
+    def wait(self) -> Sequence[Result]:
         """One entry per sample of the step, then one per target of its scores; waits for the device."""
-        return [result for part in self._parts for result in part.results()]
+        drawn = Results(np.zeros(0, np.int32)) if self._drawn is None else self._drawn.results()
+        if not self._scored:
+            return drawn
+        return [*drawn, *(result for part in self._scored for result in part.results())]
 
 
 class DeviceRunner:
@@ -100,6 +105,7 @@ class DeviceRunner:
         *,
         graphs: Mapping[bool, Sequence[int]],
         poison: bool = False,
+        state_chunks: str = "auto",
     ) -> None:
         self.model, self.layout, self.arena = model, layout, arena
         self.device = arena.device
@@ -139,14 +145,16 @@ class DeviceRunner:
             if owner == layer
         }
         self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspaces, self._targets)
-        self._states = DeviceStates(state_views(arena, layout.groups))
+        self._states = DeviceStates(state_views(arena, layout.groups), state_chunks)
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}
         self._last = self._zeros(max_num_seqs + 1)  # sampled last, by row; one row more for padding
         self._decodes: Graphs[Outputs] | None = None
         self._mixed: Graphs[Tensor] | None = None
-        # What graphs read in place: by decodes alone or not, and size.
+        # What graphs read in place: by decodes alone or not, and size. What else a step of decodes brings is there too,
+        # so that there are no views to be made of it.
         self._places = {(alone, size): self._layout(alone, size) for alone in graphs for size in graphs[alone]}
+        self._fixed: dict[int, Mapping[str, Tensor]] = {}  # views of the places of decodes alone, by size
         fixed = max((layout.nbytes for layout in self._places.values()), default=0)
         self._packer = Packer(self.device, fixed + _PACKED_BYTES)
         most = max(max_num_batched_tokens + _ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
@@ -160,7 +168,7 @@ class DeviceRunner:
                     self._mixed = Graphs(self._forward, partial(self._inputs, False), graphs[False], memory)
                 self._decodes = Graphs(self._decode, partial(self._inputs, True), graphs[True], memory)
 
-    def launch(self, step: Step) -> Results:
+    def launch(self, step: Step) -> Launch:
         """Queue a step; returns before it has run."""
         plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._targets, self.layout.chunked)
         with torch.inference_mode():
@@ -171,7 +179,7 @@ class DeviceRunner:
 
     def run(self, step: Step) -> list[Result]:
         """`launch` and wait."""
-        return self.launch(step).wait()
+        return list(self.launch(step).wait())
 
     def warm_pages(self) -> None:
         """Compile what moves pages, by copying the null page of every group; page 1 must be nobody's."""
@@ -187,12 +195,11 @@ class DeviceRunner:
 
     # -- decodes alone ----------------------------------------------------------------------------------------
 
-    def _replay(self, graphs: Graphs[Outputs], step: Step, plan: DevicePlan) -> Results:
+    def _replay(self, graphs: Graphs[Outputs], step: Step, plan: DevicePlan) -> Launch:
         size, n = graphs.size(len(step.rows)), len(step.rows)
-        plan = plan.padded(size)
-        views = self._upload(plan, size, self._places[True, size])
+        self._upload(plan.padded(size), size, self._places[True, size])
         outputs = graphs.replay(size)
-        return Results([self._sample(step, outputs.logits[:n], outputs.tokens[:n], views["rows"])])
+        return Launch(self._sample(step, outputs.logits[:n], outputs.tokens[:n], self._fixed[size]["rows"][:n]))
 
     def _decode(self, inputs: Inputs) -> Outputs:
         logits = self._head(self._forward(inputs))
@@ -202,7 +209,7 @@ class DeviceRunner:
 
     # -- with prefill chunks, or prompts that are scored ------------------------------------------------------
 
-    def _run(self, step: Step, plan: DevicePlan) -> Results:
+    def _run(self, step: Step, plan: DevicePlan) -> Launch:
         wanted = _array([sample.index for sample in step.samples])
         if self._mixed is None:
             size = -(-len(step.tokens) // _ALIGN) * _ALIGN
@@ -216,12 +223,12 @@ class DeviceRunner:
             hidden = self._mixed.replay(size)
         scores = self._scores(step.scores, hidden)
         if not step.samples:
-            return Results(scores)
+            return Launch(None, scores)
         logits = self._head(hidden.index_select(0, views["wanted"]))
         tokens = greedy(logits, self.layout.vocab_size)
         rows = views["rows"].index_select(0, views["sequence_of"].index_select(0, views["wanted"]))
         scatter(self._last, rows, tokens, len(tokens))
-        return Results([self._sample(step, logits, tokens, rows), *scores])
+        return Launch(self._sample(step, logits, tokens, rows), scores)
 
     # -- shared by both ---------------------------------------------------------------------------------------
 
@@ -232,8 +239,12 @@ class DeviceRunner:
         for name in self._tokens:
             most = most_items(sequences, self._targets[name], self._max_model_len)
             sizes |= {f"{name}.items": _ROW_BYTES * (most + size - sequences if alone else most), f"{name}.count": 4}
-            if not alone:  # every chunk ends in a tile that may not be full, the padding's too
+            if alone:
+                sizes |= {f"{name}.first": 4 * sequences, f"{name}.end": 4 * sequences}
+            else:  # every chunk ends in a tile that may not be full, the padding's too
                 sizes[f"{name}.tiles"] = _ROW_BYTES * (size // self._tile[name] + min(size, sequences + 1))
+        if alone:
+            sizes |= {"rows": 4 * sequences, "index": 4 * _WRITES, "value": 4 * _WRITES}
         if self._mixers:
             sizes |= {"states.entry": 4 * size, "states.fresh": size}
         return Layout.of(sizes)
@@ -249,6 +260,8 @@ class DeviceRunner:
             sections["states.entry"][:] = self._null_state
             sections["states.fresh"] = np.ones(size, np.bool_)
         views = self._packer.upload(sections, places)
+        if alone:
+            self._fixed[size] = dict(views)
         for slots in self._slots.values():
             slots.fill_(NOBODY)
         return self._given(views, {name: slots[:size] for name, slots in self._slots.items()}, None)
@@ -283,7 +296,17 @@ class DeviceRunner:
         self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section
     ) -> Mapping[str, Tensor]:
         """Upload a step padded to `size` tokens, and bring arena and tables to where the planner is."""
-        views = self._packer.upload({**self._sections(plan, size, places), **more}, places)
+        sections = {**self._sections(plan, size, places), **more}
+        alone = places is not None and "index" in places.places
+        many = alone and len(plan.index) > _WRITES
+        if many:
+            sections |= {"index": plan.index[:0], "value": plan.index[:0], "all": plan.index, "values": plan.value}
+        views: Mapping[str, Tensor] = self._packer.upload(sections, places)
+        if alone:
+            fixed = self._fixed[size]
+            views = fixed if len(views) == len(fixed) else {**views, **fixed}
+        if many:
+            views = {**views, "index": views["all"], "value": views["values"]}
         self._prepare(plan, views, {name: slots[:size] for name, slots in self._slots.items()})
         return views
 

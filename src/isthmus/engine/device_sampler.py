@@ -24,7 +24,7 @@ from isthmus.engine.draw import NO_TOKEN
 from isthmus.engine.edits import Edits
 from isthmus.engine.packing import Packer
 from isthmus.engine.sampler import NOT_FINITE, is_edited, is_greedy, uniform
-from isthmus.engine.step import Logprob, Result, Sampled, SampleRow
+from isthmus.engine.step import Logprob, Results, Sampled, SampleRow
 from isthmus.kernels.logits import copy_rows, edit, score
 from isthmus.kernels.sampling import GREEDY, choose, greedy
 
@@ -89,15 +89,14 @@ class Drawn:
         """Of tokens chosen already, int32 [R]: their buffer may be reused in stream order."""
         return cls(tokens, _Copy(tokens))
 
-    def results(self) -> list[Result]:
+    def results(self) -> Results:
         """One per row, in order, as `isthmus.engine.sampler.Sampler` has them; waits for the device."""
-        results: list[Result] = self._copy.wait().tolist()
+        tokens, more = self._copy.wait(), dict[int, Sampled]()
         for row, scored in zip(self._rows, self._scored.results() if self._scored else (), strict=True):
-            if results[row] != NO_TOKEN:
-                results[row] = scored
-        if NO_TOKEN in results:
-            results = [Sampled(NO_TOKEN, problem=NOT_FINITE) if token == NO_TOKEN else token for token in results]
-        return results
+            more[row] = scored
+        for row in np.flatnonzero(tokens == NO_TOKEN).tolist():
+            more[row] = Sampled(NO_TOKEN, problem=NOT_FINITE)
+        return Results(tokens, more)
 
 
 def score_later(logits: Tensor, targets: Tensor | Sequence[int], wanted: Sequence[int]) -> Scored:

@@ -25,6 +25,7 @@ from isthmus.memory import Delta, Pool
 from isthmus.memory.group import null_bytes
 from isthmus.model.compile import prepare
 from isthmus.model.convert import cache_root
+from isthmus.model.device_states import chunk_library
 from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
@@ -57,6 +58,8 @@ class GpuBackend:
         # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
         self.described = str(prepare(model, compiled=self._graphs))
+        if any(group.kind == "state" for group in layout.groups):
+            self.described += f", chunks of states by {chunk_library(model.dtype, config.device.state_chunks)}"
         self.footprint = self._measure(laps)
         self.graph_bytes = self.footprint.graphs
 
@@ -104,6 +107,7 @@ class GpuBackend:
             self._eos,
             graphs=graphs,
             poison=self._config.memory.check_memory == "full",
+            state_chunks=self._config.device.state_chunks,
         )
 
     def _measure(self, laps: Laps) -> Footprint:
@@ -171,6 +175,7 @@ def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
     ]
     if max_num_seqs > 1 and max_tokens > 3:
         steps.append(_blank([2, 1], mixed))
+        steps.append(_blank([2] * min(max_num_seqs, max_tokens // 2), [greedy]))  # each chunk has a copy of its state
     return steps
 
 

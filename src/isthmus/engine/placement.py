@@ -9,6 +9,7 @@ row r:  columns [0, blocks.columns[r]) have ids where some group has a page
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,16 @@ from isthmus.memory import Plan, Pool
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What rows gain by going on, of those that gain a page of any kind: few of those that decode do."""
+
+    rows: Int64
+    columns: tuple[Int64, Int64]  # [low, high) that get their place in the block table
+    bound: Mapping[str, tuple[Int64, Int64]]  # per group, those that get a page; empty if there are no rows
+    demand: Mapping[str, int]  # pages per group
 
 
 class Placement:
@@ -51,13 +62,37 @@ class Placement:
         """Pages per group that the prefix cache could give back."""
         return {} if self.cache is None else {name: n for name, n in self.cache.idle.items() if n}
 
-    def demand(self, rows: Int64, past: Int64, new: Int64) -> dict[str, int]:
+    def demand(self, rows: Int64, past: Int64, new: Int64) -> Mapping[str, int]:
         """Pages per group that these rows, with `past` cached tokens, need to go on by `new` (0: not now).
 
         The one price list: admission, chunking and allocation all ask it.
         """
-        rows, past, new = self._gaining(rows, past, new)
-        return {name: int((high - low).sum()) for name, (low, high) in self._columns(rows, past, new).items()}
+        return self.growth(rows, past, new).demand
+
+    def growth(self, rows: Int64, past: Int64, new: Int64) -> Growth:
+        """What `demand` counts. Rows may have pages for more than their cached tokens: these they do not gain again."""
+        gains, end = np.zeros(len(rows), np.bool_), past + new
+        if self._tokens:
+            gains = end > self.blocks.columns[rows] * self._kinds[self._cover].page_size
+        if "states" in self._pool.covering:
+            gains |= (new > 0) & (self._states[rows] == 0)
+        which = np.flatnonzero(gains)
+        if not len(which):
+            return Growth(which, (which, which), {}, dict.fromkeys(self._kinds, 0))
+        rows, past, end = rows[which], past[which], end[which]
+        columns, bound = (which[:0], which[:0]), dict[str, tuple[Int64, Int64]]()
+        for name, kind in self._kinds.items():
+            if kind.space == "tokens":
+                low = self.blocks.columns[rows]
+                have = low * kind.page_size
+                bound[name] = kind.extend(have, np.maximum(end - have, 0))
+                if name == self._cover:
+                    columns = low, bound[name][1]
+            else:  # what a hit restores is tokens; the state page it is copied to must still be had
+                begun = np.where(self._states[rows] > 0, past, 0)
+                bound[name] = kind.extend(begun, end - past)
+        demand = {name: int((high - low).sum()) for name, (low, high) in bound.items()}
+        return Growth(rows, columns, bound, demand)
 
     def outlook(self, rows: Int64, past: Int64, later: Int64, alive: Float64) -> dict[str, Int64]:
         """Pages per group that these rows are expected to gain (or give back: below 0) until each of several moments.
@@ -82,18 +117,16 @@ class Placement:
             gains[name] = np.ceil(expected.sum(axis=1)).astype(np.int64)
         return gains
 
-    def commit(self, plan: Plan, rows: Int64, past: Int64, new: Int64) -> None:
-        """Carry out the plan for `demand(rows, past, new)`: its ids become the rows' next columns and states."""
-        rows, past, new = self._gaining(rows, past, new)
+    def commit(self, plan: Plan, growth: Growth) -> None:
+        """Carry out the plan for the growth's demand: its ids become the rows' next columns and states."""
+        rows, bound = growth.rows, growth.bound
         binds: dict[str, Int32] = {}
         if len(rows):
-            fresh = self._columns(rows, past, new)
-            for name, (low, high) in fresh.items():
+            for name, (low, high) in bound.items():
                 self._taken[name][rows] += high - low
             if self._tokens:
-                kind = self._kinds[self._cover]
-                which, columns = ragged(kind.columns(past), kind.columns(past + new))
-                need = {name: columns >= fresh[name][0][which] for name in self._tokens}
+                which, columns = ragged(*growth.columns)
+                need = {name: columns >= bound[name][0][which] for name in self._tokens}
                 ids = np.zeros(len(columns), np.int32)
                 ids[need[self._cover]] = plan.ids["tokens"]
                 self.blocks.append(rows[which], columns, ids)
@@ -120,7 +153,7 @@ class Placement:
             if name == self._cover:
                 self.blocks.clear(rows[which], columns)
                 self._pool.release("tokens", ids)
-            else:
+            elif len(ids):
                 # Of a chunk longer than the window only the tail ever had pages.
                 self._pool.unbind(name, ids[self._pool.is_bound(name, ids)])
 
@@ -156,6 +189,11 @@ class Placement:
     def restoring(self, row: int) -> bool:
         """Does the row hold a snapshot that is not copied yet?"""
         return row in self._restore
+
+    def to_share(self, rows: Int64, past: Int64) -> Int64:
+        """Which of these have computed full pages that the prefix cache does not know: places in `rows`."""
+        assert self.cache is not None
+        return np.flatnonzero(past // self.cache.roles.page_size > self._known[rows])
 
     def share(self, rows: Int64, past: Int64, names: Sequence[Names]) -> None:
         """Hand the prefix cache the full pages that these rows have computed; they use them from there on."""
@@ -209,23 +247,6 @@ class Placement:
             self._states[taken] = 0
 
     # -- inside ---------------------------------------------------------------------------------------------
-
-    def _gaining(self, rows: Int64, past: Int64, new: Int64) -> tuple[Int64, Int64, Int64]:
-        """Of these rows and numbers, those of rows that gain a page of any kind: few of those that decode do."""
-        gains = np.zeros(len(rows), np.bool_)
-        if self._tokens:
-            kind = self._kinds[self._cover]
-            gains = past + new > kind.columns(past) * kind.page_size
-        if "states" in self._pool.covering:
-            gains |= (new > 0) & (self._states[rows] == 0)
-        which = np.flatnonzero(gains)
-        return rows[which], past[which], new[which]
-
-    def _columns(self, rows: Int64, past: Int64, new: Int64) -> dict[str, tuple[Int64, Int64]]:
-        """Columns [low, high) per group that must gain a page in each of these rows."""
-        # What a hit restores is tokens; the state page it is copied to must still be had.
-        begun = np.where(self._states[rows] > 0, past, 0)
-        return {name: k.extend(past if k.space == "tokens" else begun, new) for name, k in self._kinds.items()}
 
     def _unlock(self, name: str, ids: Int32) -> Int32:
         """The rows need these no more in this group; those that are not the cache's."""

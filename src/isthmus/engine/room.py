@@ -52,11 +52,10 @@ class Room:
         self._recent_tokens = 0.0  # of them, those of late: a token counts for less the longer ago it was
         self._recent_ends = 0.0  # sequences that one of these ended before their limit
 
-    def plan(self, running: Running, chunks: Int64) -> Plan | Refusal:
-        """For exactly this, after evicting what must be evicted for it."""
-        demand = self._placement.demand(running.rows, running.past, chunks)
+    def plan(self, demand: Mapping[str, int], *, evict: bool = True) -> Plan | Refusal:
+        """For exactly this, after evicting what must be evicted for it, if that may be."""
         plan = self._price(demand)
-        if not plan and self._cache is not None and self._cache.evict(demand, self._price):
+        if not plan and evict and self._cache is not None and self._cache.evict(demand, self._price):
             plan = self._price(demand)
         return plan
 

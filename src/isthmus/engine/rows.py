@@ -1,19 +1,25 @@
 """Where each running sequence stands, as arrays by row: what every step asks of all of them at once.
 
 0 <= past[r] <= length[r]     as `Sequence` has them, which reads them here while it runs
+known[r] <= length[r]         tokens that are here; the newest of them in `fresh`, until the sequence gathers them
 owner[r]                      a number that no other stay in any row has; 0 while nobody has the row
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
+Int32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
 
 FAR = 1 << 62
 """Behind every token."""
+
+_FRESH = 64  # tokens of a row at most that its sequence has not gathered
 
 
 class Rows:
@@ -27,7 +33,12 @@ class Rows:
         self.plain_from = np.zeros(num_rows, np.int64)  # tokens from which on what it samples is plain
         self.looks_back = np.zeros(num_rows, np.bool_)
         self.begun = np.zeros(num_rows, np.bool_)  # it was in a step since it has the row
+        self.known = np.zeros(num_rows, np.int64)
+        self.told = np.zeros(num_rows, np.bool_)  # somebody wants to hear of each of its tokens
         self.owner = np.zeros(num_rows, np.int64)
+        self._gathered = np.zeros(num_rows, np.int64)  # tokens that its sequence has itself
+        self._fresh = np.zeros((num_rows, _FRESH), np.int32)
+        self._ends = np.zeros((num_rows, 0), np.int32)  # tokens that may end it, -1 where there are fewer
         self._cuts = np.zeros((2, num_rows), np.int64)  # where its chunks end besides, ascending; 0: nowhere
         self._stays = 0
 
@@ -41,19 +52,52 @@ class Rows:
         plain_from: int,
         looks_back: bool,
         cuts: tuple[int, ...],
+        *,
+        told: bool,
+        ends: Collection[int],
     ) -> None:
-        """A sequence starts to run there."""
+        """A sequence starts to run there; of its `length` tokens none is in flight."""
         assert not self.owner[row], f"row {row} has an owner"
         self._stays += 1
         self.owner[row] = self._stays
         self.past[row], self.length[row], self.prompt[row] = past, length, prompt
         self.most_cached[row], self.plain_from[row] = most_cached, plain_from
         self.looks_back[row], self.begun[row] = looks_back, False
+        self.known[row] = self._gathered[row] = length
+        self.told[row] = told
         self._cuts[:, row] = (0, 0, *cuts)[-2:]
+        if len(ends) > self._ends.shape[1]:
+            self._ends = np.pad(self._ends, ((0, 0), (0, len(ends) - self._ends.shape[1])), constant_values=-1)
+        self._ends[row] = -1
+        self._ends[row, : len(ends)] = list(ends)
 
     def give(self, row: int) -> None:
         """Its sequence runs no more."""
         self.owner[row] = 0
+
+    def append(self, rows: Int64, tokens: Int32) -> tuple[Bool, Bool]:
+        """A token more is here for each of these. Returns which may have ended with it, and which have no room for
+        another one until their sequence has gathered them."""
+        known = self.known[rows]
+        places = known - self._gathered[rows]
+        self._fresh[rows, places] = tokens
+        self.known[rows] = known + 1
+        over: Bool = known >= self.most_cached[rows]
+        if self._ends.shape[1]:
+            over |= (self._ends[rows] == tokens[:, None]).any(1)
+        return over, places == _FRESH - 1
+
+    def gather(self, row: int) -> list[int]:
+        """The tokens that its sequence does not have yet: it has them from now on."""
+        known = int(self.known[row])
+        tokens: list[int] = self._fresh[row, : known - int(self._gathered[row])].tolist()
+        self._gathered[row] = known
+        return tokens
+
+    def went_on(self, rows: Int64, tokens: int) -> None:
+        """Each of these has so many tokens more, cached and known; their sequences have gathered them."""
+        for column in (self.past, self.length, self.known, self._gathered):
+            column[rows] += tokens
 
     def todo(self, rows: Int64, pending: Bool) -> Int64:
         """Tokens that each of these has to compute before the next place where a chunk must end; 0 while it has to

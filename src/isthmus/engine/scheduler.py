@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from isthmus.cache.prefix import PrefixCache
 from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
-from isthmus.engine.placement import Placement
+from isthmus.engine.placement import Growth, Placement
 from isthmus.engine.room import Room
 from isthmus.engine.rows import Bool, Int64
 from isthmus.engine.running import Running
@@ -52,9 +52,11 @@ from isthmus.engine.samples import Samples, is_plain, looks_back, score_spans, t
 from isthmus.engine.sequence import FinishReason, Request, Status, sequence_seed
 from isthmus.engine.sequence import Sequence as Seq
 from isthmus.engine.sharing import Sharing
-from isthmus.engine.step import Result, Sampled, Step
+from isthmus.engine.step import Result, Results, Step
 from isthmus.memory import Plan, Pool
 from isthmus.params import RequestError
+
+_TOGETHER = 4  # steps
 
 
 @dataclass
@@ -126,6 +128,10 @@ class Scheduler:
         self.cache = PrefixCache(pool, self._page_size) if prefix_caching else None
         self.placement = Placement(pool, config.max_num_seqs, self.cache)
         self._sharing = Sharing(self.cache, self.placement) if self.cache is not None else None
+        windows = (max(1, group.window - 1) for group in pool.groups.values() if group.window is not None)
+        self.together = min(_TOGETHER, *windows, _TOGETHER)
+        """So many steps' pages are had and shared at once while all decode (no window passes one in that time); 1: each
+        when it is needed."""
         self._room = Room(pool, self.placement, self.cache, self._page_size, max_cached_tokens)
         self.clock = clock
         self._arrivals = 0
@@ -214,52 +220,72 @@ class Scheduler:
         assert len(self._flights) < 2, "settle the step before the last one before scheduling the next"
         if not self.requests:
             return None
-        self._share_newest()
+        self._share_full()
         self.placement.unbind_passed(self.running.rows, self.running.past)
         self._admit_oldest()
         chunks, budget = self._chunks()
         if self.waiting:
             chunks = self._admit(chunks.tolist(), budget)
-        plan, chunks = self._secure(chunks) if chunks.any() else (None, chunks)
-        if plan is None or not chunks.any():
+        secured = self._look_ahead(chunks) or self._secure(chunks)
+        if secured is None:
             assert self._flights, "nobody can run, and no flight will change that"
             return None
-        return self._step(plan, chunks)
+        return self._step(*secured)
 
     def settle(self, step: Step, results: Sequence[Result]) -> list[Event]:
-        """Take in what the oldest flight sampled. One event per result, for sequences that have not ended; a problem
+        """Take in what the oldest flight sampled. Events of sequences that have not ended before, in order: one per
+        result, but for requests that are told of `at_end` alone, whose sequences have one when they end. A problem
         ends its sequence."""
         assert self._flights, "no step is in flight"
         flight = self._flights[0]
         assert flight.step is step, "steps are settled in the order they were scheduled"
         assert len(results) == len(flight.sampled), f"{len(results)} results for {len(flight.sampled)} samples"
         self._flights.popleft()
-        events: list[Event] = []
-        ended: list[tuple[Seq, FinishReason, int | str | None]] = []
-        finished, tokens, problems = Status.FINISHED, 0, False
-        for sequence, result in zip(flight.sampled, results, strict=True):
-            if isinstance(result, Sampled) and result.problem is not None:
-                problems = True
-                if sequence.status is not finished:
-                    events.append((sequence, result))
-                    ended.append((sequence, "abort", result.problem))
+        found, at = Results.of(results), self.running.at
+        problems = {i: sampled.problem for i, sampled in found.more.items() if sampled.problem is not None}
+        here = at.owner[flight.rows] == flight.owners  # who has run ever since, and gets a token
+        here[list(problems)] = False
+        self.counters.generation_tokens += int(np.count_nonzero(here))
+        told, ended = here & at.told[flight.rows], here & False
+        ended[here] = self._append(flight, here, found.ids)
+        ends: list[tuple[Seq, FinishReason, int | str | None]] = []
+        for i in np.flatnonzero(ended | ~here).tolist():
+            sequence = flight.sampled[i]
+            if sequence.status is Status.FINISHED:  # meanwhile
                 continue
-            if sequence.status is finished:  # meanwhile
-                continue
-            events.append((sequence, result))
-            token = result if isinstance(result, int) else result.token_id
-            output = sequence.output
-            output.append(token)
-            tokens += 1
-            if len(output) >= sequence.limit or token in sequence.ends:
-                end = self._end(sequence, token)
-                if end is not None:
-                    ended.append((sequence, *end))
-        self.counters.generation_tokens += tokens
-        self._finish(ended)
+            if i in problems:
+                end: tuple[FinishReason, int | str | None] | None = ("abort", problems[i])
+            else:
+                if not here[i]:  # preempted
+                    sequence.output.append(int(found.ids[i]))
+                    self.counters.generation_tokens += 1
+                end = self._end(sequence, int(found.ids[i]))
+            told[i] = end is not None or not sequence.request.at_end
+            if end is not None:
+                ends.append((sequence, *end))
+        events = self._events(flight, found, told)
+        self._finish(ends)
         if problems:
             self.distrust_prefix_cache()
         return events
+
+    def _append(self, flight: _Flight, here: Bool, tokens: NDArray[np.int32]) -> Bool:
+        """The samples of a flight that are `here` go to their sequences. Returns which of these may end with it."""
+        rows, sampled = flight.rows, flight.sampled
+        if not here.all():
+            which = np.flatnonzero(here)
+            rows, tokens, sampled = rows[which], tokens[which], [sampled[i] for i in which.tolist()]
+        over, full = self.running.at.append(rows, tokens)
+        for i in np.flatnonzero(full).tolist():
+            sampled[i].gather()
+        return over
+
+    def _events(self, flight: _Flight, found: Results, told: Bool) -> list[Event]:
+        if told.all():
+            return list(zip(flight.sampled, found, strict=True))
+        which = np.flatnonzero(told).tolist()
+        results = list(found) if which else []
+        return [(flight.sampled[i], results[i]) for i in which]
 
     # -- inside: who runs -----------------------------------------------------------------------------------
 
@@ -332,13 +358,25 @@ class Scheduler:
             elif not sequence.has_pending:
                 yield sequence
 
-    def _secure(self, chunks: Int64) -> tuple[Plan | None, Int64]:
-        """A plan for the chunks, after making them smaller and preempting, if it must be, and what is left of them.
-        None: wait for a flight."""
-        while True:
-            plan = self._room.plan(self.running, chunks)
-            if isinstance(plan, Plan):
-                return plan, chunks
+    def _look_ahead(self, chunks: Int64) -> tuple[Plan, Growth, Int64] | None:
+        """While all decode and nobody waits, pages are had for some steps at once, where there is room for that: it is
+        cheaper together. None: this is no step for it."""
+        if self.waiting or self.counters.steps % self.together or not len(chunks) or (chunks != 1).any():
+            return None
+        rows, past = self.running.rows, self.running.past
+        left = self.running.at.most_cached[rows] - past
+        growth = self.placement.growth(rows, past, np.minimum(left, self.together))
+        plan = self._room.plan(growth.demand, evict=False)
+        return (plan, growth, chunks) if isinstance(plan, Plan) else None
+
+    def _secure(self, chunks: Int64) -> tuple[Plan | None, Growth, Int64] | None:
+        """A plan for the chunks (None if they take no page), after making them smaller and preempting, if it must be,
+        and what is left of them. None: wait for a flight."""
+        while chunks.any():
+            growth = self.placement.growth(self.running.rows, self.running.past, chunks)
+            plan = self._room.plan(growth.demand) if len(growth.rows) else None
+            if plan is None or isinstance(plan, Plan):
+                return plan, growth, chunks
             self.counters.refusals += 1
             self.pool.refused(plan)
             fewer = chunks.tolist()
@@ -350,10 +388,11 @@ class Scheduler:
                 chunks = self._chunks()[0]
                 continue
             if any(s.is_complete for s in self.running):
-                return None, chunks  # they end when their flight settles: their pages come without a preemption
+                return None  # they end when their flight settles: their pages come without a preemption
             assert len(self.running) > 1, f"the oldest sequence does not fit an empty pool: {plan.message}"
             self.preempt(self.running[-1])
             chunks = chunks[:-1]
+        return None
 
     def _end(self, sequence: Seq, token: int) -> tuple[FinishReason, int | None] | None:
         """Why the sequence is complete with its newest token, or None."""
@@ -367,17 +406,21 @@ class Scheduler:
 
     # -- inside: pages and bookkeeping ----------------------------------------------------------------------
 
-    def _step(self, plan: Plan, chunks: Int64) -> Step:
+    def _step(self, plan: Plan | None, growth: Growth, chunks: Int64) -> Step:
         """Commit the plan, write down what the executor has to do, and count it as done."""
-        at, busy = self.running.at, np.flatnonzero(chunks)
+        at = self.running.at
         sequences, rows, counts = list(self.running), self.running.rows, chunks
-        if len(busy) < len(chunks):
+        if not chunks.all():
+            busy = np.flatnonzero(chunks)
             sequences, rows, counts = [sequences[i] for i in busy.tolist()], rows[busy], chunks[busy]
         past, pending = at.past[rows], self._pending(rows)
-        for i in np.flatnonzero(~at.begun[rows]).tolist():
-            sequences[i].stop_waiting(self.clock())
-        at.begun[rows] = True
-        self.placement.commit(plan, rows, past, counts)
+        begun = at.begun[rows]
+        if not begun.all():
+            for i in np.flatnonzero(~begun).tolist():
+                sequences[i].stop_waiting(self.clock())
+            at.begun[rows] = True
+        if plan is not None:
+            self.placement.commit(plan, growth)
         query_start = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         chunked = np.flatnonzero(past < at.prompt[rows]).tolist()
@@ -446,19 +489,20 @@ class Scheduler:
         sequence.status = sequence.resume
         self.waiting.insert(bisect_left(self.waiting, sequence.order, key=_age), sequence)
 
-    def _share_newest(self) -> None:
-        """What the newest step computes goes to the prefix cache, of those that still run; for the others, `_vacate`.
-
-        All tokens that went into it are here, because the step before it was settled.
+    def _share_full(self) -> None:
+        """Full pages go to the prefix cache, as far as their tokens are here; of those that run no more, `_vacate` sees
+        to it. While all decode and nobody waits, who might find them, not in every step: it is cheaper together.
         """
         flight, self._unshared = self._unshared, None
-        if flight is None or self._sharing is None:
+        if self._sharing is None or not self.running:
             return
-        before, n = flight.step.past // self._page_size, np.diff(flight.step.query_start)
-        full = np.flatnonzero((flight.step.past + n) // self._page_size > before)
-        filled = [flight.sequences[i] for i in full.tolist()]
-        self._sharing.share(s for s in filled if s.status is Status.RUNNING)
-        for sequence in flight.computing:  # a prefill chunk ends here, at a cut or not
+        chunked = flight is not None and len(flight.step.tokens) > len(flight.step.rows)
+        if chunked or self.waiting or self.counters.steps % self.together == self.together // 2:
+            rows, at = self.running.rows, self.running.at
+            behind = self.placement.to_share(rows, np.minimum(at.past[rows], at.known[rows]))
+            if len(behind):
+                self._sharing.share([self.running[i] for i in behind.tolist()])
+        for sequence in flight.computing if flight is not None else ():  # a prefill chunk ends here, at a cut or not
             if sequence.status is Status.RUNNING:
                 self._sharing.keep(sequence)
 

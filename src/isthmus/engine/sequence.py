@@ -43,7 +43,6 @@ class Sequence:
     looks_back: bool = False  # its next token cannot be chosen while one is pending
     plain: bool = False  # its tokens are first maxima of the logits as they are, once it may end
     ends: frozenset[int] = frozenset()  # tokens that end it, once it may
-    output: list[int] = field(default_factory=list)
     most_cached: int = field(init=False)  # tokens it can ever have cached: the last one it is given is never fed back
     status: Status = Status.WAITING
     row: int = -1  # of the block table, -1 while it does not run
@@ -55,6 +54,7 @@ class Sequence:
     queued: float | None = None  # on the scheduler's clock, since when it waits; None while it runs
     waited_for: str | None = None  # what kept it when it stood at the front
     mask: TokenMask | None = None  # which tokens its grammar lets it go on with
+    _output: list[int] = field(default_factory=list, repr=False)  # but for what its row has fresh
     _length: int = field(init=False, repr=False)  # while it does not run
     _rows: Rows | None = field(default=None, repr=False)  # while it runs
 
@@ -67,15 +67,31 @@ class Sequence:
         besides, so that somebody can come back there."""
         prompt = len(self.prompt)
         plain_from = prompt + self.request.params.min_tokens if self.plain else FAR
-        rows.take(row, past, self._length, prompt, self.most_cached, plain_from, self.looks_back, cuts)
+        told = not self.request.at_end
+        rows.take(
+            row, past, self._length, prompt, self.most_cached, plain_from, self.looks_back, cuts,
+            told=told, ends=self.ends,
+        )  # fmt: skip
         self.row, self._rows = row, rows
 
     def leave(self) -> None:
         """It runs no more."""
         assert self._rows is not None
+        self.gather()
         self._length = self.length
         self._rows.give(self.row)
         self.row, self._rows = -1, None
+
+    def gather(self) -> None:
+        """Take the newest tokens out of the row, which has room for a few."""
+        if self._rows is not None:
+            self._output += self._rows.gather(self.row)
+
+    @property
+    def output(self) -> list[int]:
+        """Output tokens that are here: always the same list, which is behind until it is asked for."""
+        self.gather()
+        return self._output
 
     @property
     def past(self) -> int:
@@ -90,12 +106,12 @@ class Sequence:
     @property
     def known(self) -> int:
         """Tokens whose ids are here."""
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + len(self._output) if self._rows is None else int(self._rows.known[self.row])
 
     @property
     def has_pending(self) -> bool:
         """Is a token in flight?"""
-        return self.length > len(self.prompt) + len(self.output)
+        return self.length > self.known
 
     @property
     def is_complete(self) -> bool:
@@ -127,6 +143,7 @@ class Request:
     params: SamplingParams
     cache_salt: str | None = None  # requests share cached prefixes with those of the same salt alone
     prompt: str | None = None  # the text that the tokens came from, for the outputs
+    at_end: bool = False  # nobody wants to hear of a token before its sequence has ended
     sequences: list[Sequence] = field(default_factory=list)
     receipt: Receipt = field(default_factory=Receipt)
 

@@ -1,11 +1,11 @@
 """What sequences take from the prefix cache and leave in it.
 
     match -> start    a sequence starts: what is cached of it, and where its prefill chunks end besides
-    share, keep       a step was planned: full pages become the cache's, boundaries somebody may come back to are kept
+    share, keep       steps were planned: full pages become the cache's, boundaries somebody may come back to are kept
 
-A page may be shared once all its tokens are here and the step that computes it was handed out: whatever reads it
-later runs later. A state page holds the state at `past` for whatever runs next, so its snapshot is taken there, before
-the next step of that sequence is planned, or never.
+A page may be shared once all its tokens are here and the step that computes it was handed out, and before a window
+passes it: whatever reads it later runs later. A state page holds the state at `past` for whatever runs next, so its
+snapshot is taken there, before the next step of that sequence is planned, or never.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ class Sharing:
 
     def share(self, sequences: Iterable[Sequence]) -> None:
         """Full pages of these running sequences become the cache's, as far as their tokens are here."""
-        named = [(s, s.names, min(s.past, s.known)) for s in sequences if s.names is not None]
-        if not named:
-            return
-        for sequence, names, here in named:
-            if names.tokens <= here - self._page_size:
-                names.extend(sequence.tokens(names.tokens, here))
-        rows = np.array([sequence.row for sequence, _, _ in named], np.int64)
-        past = np.array([here for _, _, here in named], np.int64)
-        self._placement.share(rows, past, [names for _, names, _ in named])
+        named, chains, here = [], [], []
+        for sequence in sequences:
+            if (names := sequence.names) is not None:
+                start, end = names.tokens, min(sequence.past, sequence.known)
+                if start <= end - self._page_size:
+                    names.extend(sequence.tokens(start, end))
+                named.append(sequence.row)
+                chains.append(names)
+                here.append(end)
+        if named:
+            self._placement.share(np.array(named, np.int64), np.array(here, np.int64), chains)
 
     def keep(self, sequence: Sequence) -> None:
         """Somebody may come back to where this sequence is, whose pages are shared."""

@@ -11,9 +11,9 @@ with its delta before it, so a step may count on whatever earlier ones write, se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,46 @@ class Sampled:
 
 Result: TypeAlias = int | Sampled
 """The token alone where nothing else is to say: no log probability was asked for, and there is no problem."""
+
+
+class Results(Sequence[Result]):
+    """Of hundreds of samples most are a token alone: all ids in one array, and what else there is to say of a few.
+
+    Args:
+        ids: [n] token ids, anything where `more` has an entry with a problem.
+        more: by place.
+    """
+
+    def __init__(self, ids: NDArray[np.int32], more: Mapping[int, Sampled] | None = None) -> None:
+        self.ids = ids
+        self.more: Mapping[int, Sampled] = more or {}
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> Results:
+        """The same results."""
+        if isinstance(results, cls):
+            return results
+        more = {i: result for i, result in enumerate(results) if isinstance(result, Sampled)}
+        ids = [result.token_id if isinstance(result, Sampled) else result for result in results]
+        return cls(np.array(ids, np.int32), more)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Result]:
+        results: list[Result] = self.ids.tolist()
+        for i, sampled in self.more.items():
+            results[i] = sampled
+        return iter(results)
+
+    @overload
+    def __getitem__(self, index: int) -> Result: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Result]: ...
+    def __getitem__(self, index: int | slice) -> Result | Sequence[Result]:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return list(self)[index]
 
 
 class Launched(Protocol):

@@ -8,6 +8,8 @@ Sequences with one token go through kernels that change their states where they 
 everything else is the CPU's operation, whose tensor operators run anywhere. In a step of such sequences alone nothing
 looks at the host, and all tensors have fixed places, so that a CUDA graph can hold it. To give an operation a kernel:
 a function here with the operation's signature, and its name in `OPERATIONS`.
+
+Sequences with several tokens are a library's, where it is installed and takes their numbers (`LIBRARY`).
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isthmus.errors import ConfigError
+from isthmus.kernels import fla_chunks
 from isthmus.kernels.causal_conv_decode import causal_conv_decode
+from isthmus.kernels.causal_conv_varlen import causal_conv_varlen
+from isthmus.kernels.fla_chunks import Packed
 from isthmus.kernels.gated_delta import gated_delta_rule
 from isthmus.kernels.gated_delta_decode import gated_delta_decode
 from isthmus.kernels.kda import kimi_delta_rule
-from isthmus.kernels.lightning import lightning_attention
 from isthmus.kernels.rglru import rglru
+from isthmus.kernels.rglru_decode import rglru_decode
+from isthmus.kernels.scan_decode import scan_decode
 from isthmus.kernels.selective_scan import selective_scan
-from isthmus.kernels.ssd import ssd
-from isthmus.kernels.states import Int64, StateStep, causal_conv
+from isthmus.kernels.ssd_chunks import lightning_chunks, ssd_chunks
+from isthmus.kernels.ssd_decode import lightning_decode, ssd_decode
+from isthmus.kernels.states import Int64, StateStep
 from isthmus.model.device_attention import TAG
 from isthmus.model.mixers.base import Mixer
 from isthmus.model.state_batch import Views
@@ -60,6 +68,29 @@ class DeviceStep(StateStep):
     def of_chunks(self) -> DeviceStep:
         """The same, but for operations that take sequences with one token apart: without those."""
         return replace(self, decodes=self.decodes[:0])
+
+    @property
+    def several(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Sequences with several tokens, as kernels take them: of all pages, fresh, first and last token; and which."""
+        assert self.fresh is not None
+        return self.pages, self.fresh, self.starts, self.ends, self.chunks
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """int64 [T]: the sequence of each token."""
+        (owner,) = self._together([np.repeat(np.arange(len(self.query_start) - 1), np.diff(self.query_start))])
+        return owner
+
+    @cached_property
+    def packed(self) -> tuple[Packed, ...]:
+        """Sequences with several tokens, as a library takes them."""
+        packs = fla_chunks.pack(self.query_start, fla_chunks.MEMBERS)
+        return tuple(self._pack(*self._together(arrays)) for arrays in packs)
+
+    def _pack(self, chunks: Tensor, bounds: Tensor, tokens: Tensor, sequences: Tensor) -> Packed:
+        assert self.fresh is not None
+        pages, fresh = (x.index_select(0, sequences) for x in (self.pages, self.fresh))
+        return Packed(chunks, bounds, tokens, replace(self, pages=pages, fresh=fresh))
 
 
 @dataclass(frozen=True)
@@ -93,11 +124,18 @@ class DeviceStates:
     """What mixers read and write, for one executor (`isthmus.model.mixers.base.Mix`).
 
     `step` changes with every step; everything else stays, so that compiled layers and captured graphs stay valid.
+
+    Args:
+        views: by layer and part.
+        chunks: whose kernels compute sequences with several tokens, one of `CHUNKS`.
     """
 
-    def __init__(self, views: Views) -> None:
+    def __init__(self, views: Views, chunks: str = "auto") -> None:
         self.step: DeviceStep | None = None
         self._views = views
+        on_gpu = any(view.is_cuda for parts in views.values() for view in parts.values())
+        wanted = chunks == "fla" or (chunks == "auto" and on_gpu)
+        self._operations = LIBRARY if wanted and _missing(chunks) is None else OPERATIONS
         self.handle = torch.tensor(id(self), device="cpu")  # unique among those alive
         _alive[id(self)] = self
 
@@ -116,7 +154,7 @@ class DeviceStates:
         """One operation of one layer. parts: of the state, by argument; "" where the next of the inputs is meant."""
         views, rest = self._views[layer], iter(inputs)
         given = (views[part] if part else next(rest) for part in parts)
-        return OPERATIONS[operation].run(self.step, *given, **settings)
+        return self._operations[operation].run(self.step, *given, **settings)
 
 
 @dataclass(frozen=True)
@@ -146,12 +184,13 @@ _alive: weakref.WeakValueDictionary[int, DeviceStates] = weakref.WeakValueDictio
 
 
 def _conv(step: DeviceStep, view: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `causal_conv`; with chunks among them all sequences go through it."""
+    """As `isthmus.kernels.states.causal_conv`."""
+    x, weight = _by_token(x), weight.contiguous()
     if not step.only_decodes:
-        return causal_conv(step, view, x, weight, bias)
-    x = _by_token(x)
+        assert step.fresh is not None
+        return causal_conv_varlen(view, step.pages, step.fresh, step.starts, step.ends, step.owner, x, weight, bias)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    causal_conv_decode(view, *step.lanes, x, weight.contiguous(), bias, out)
+    causal_conv_decode(view, *step.lanes, x, weight, bias, out)
     return out
 
 
@@ -175,6 +214,81 @@ def _delta(
     return out
 
 
+def _by_library(
+    name: str,
+    ours: Callable[..., Tensor],
+    step: DeviceStep,
+    view: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+) -> Tensor:
+    """As `ours`, the rule of that name, of sequences with several tokens; the library's where it takes such numbers."""
+    if not fla_chunks.fits(query, key, value):
+        return ours(step, view, query, key, value, decay, beta)
+    forward = fla_chunks.forwards()[name]
+    return fla_chunks.library_rule(forward, step.packed, view, query, key, value, decay, beta)
+
+
+def _ssd(
+    step: DeviceStep,
+    view: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    *,
+    limit: tuple[float, float],
+) -> Tensor:
+    """As `isthmus.kernels.ssd.ssd`."""
+    query, key, value = (_by_head(x) for x in (query, key, value))
+    given = query, key, value, _by_token(dt), dt_bias, rate, skip
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    ssd_decode(view, *step.lanes, *given, out, limit=limit)
+    ssd_chunks(view, step.several, *given, out, limit=limit)
+    return out
+
+
+def _lightning(step: DeviceStep, view: Tensor, query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """As `isthmus.kernels.lightning.lightning_attention`."""
+    query, key, value = (_by_head(x) for x in (query, key, value))
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    lightning_decode(view, *step.lanes, query, key, value, slope, out)
+    lightning_chunks(view, step.several, query, key, value, slope, out)
+    return out
+
+
+def _scan(
+    step: DeviceStep, view: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip: Tensor
+) -> Tensor:
+    """As `isthmus.kernels.selective_scan.selective_scan`; with chunks among them all sequences go through it."""
+    if not step.only_decodes:
+        return selective_scan(step, view, x, dt, b, c, rate, skip)
+    x, dt, b, c = (_by_token(t) for t in (x, dt, b, c))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    scan_decode(view, *step.lanes, x, dt, b, c, rate.contiguous(), skip.contiguous(), out)
+    return out
+
+
+def _rglru(step: DeviceStep, view: Tensor, x: Tensor, decay: Tensor) -> Tensor:
+    """As `isthmus.kernels.rglru.rglru`; with chunks among them all sequences go through it."""
+    if not step.only_decodes:
+        return rglru(step, view, x, decay)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rglru_decode(view, *step.lanes, _by_token(x), _by_token(decay), out)
+    return out
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """With each head's numbers contiguous."""
+    return x if x[0, 0].is_contiguous() else x.contiguous()
+
+
 def _by_token(x: Tensor) -> Tensor:
     """With each token's numbers contiguous."""
     return x if x[0].is_contiguous() else x.contiguous()
@@ -193,12 +307,51 @@ OPERATIONS: Mapping[str, Operation] = {
     "causal_conv": Operation(_conv, 0, 0),
     "gated_delta_rule": Operation(partial(_delta, gated_delta_rule), 2, 0),
     "kimi_delta_rule": Operation(partial(_delta, kimi_delta_rule), 2, 0),
-    "ssd": Operation(ssd, 2, 2),
-    "lightning_attention": Operation(lightning_attention, 2, 2),
-    "selective_scan": Operation(selective_scan, 0, 0),
-    "rglru": Operation(rglru, 0, 0),
+    "ssd": Operation(_ssd, 2, 2),
+    "lightning_attention": Operation(_lightning, 2, 2),
+    "selective_scan": Operation(_scan, 0, 0),
+    "rglru": Operation(_rglru, 0, 0),
 }
-"""By name: what mixers ask for. Chunks that another library computes faster would be another `run`."""
+"""By name: what mixers ask for."""
+
+_RULES = {"gated_delta_rule": gated_delta_rule, "kimi_delta_rule": kimi_delta_rule}
+
+LIBRARY: Mapping[str, Operation] = {
+    **OPERATIONS,
+    **{
+        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)))
+        for name, rule in _RULES.items()
+    },
+}
+"""The same with chunks by fla-core, as far as it has them."""
+
+CHUNKS = ("auto", "fla", "torch")
+"""Whose kernels: fla-core's, our own tensor operators, or on a GPU the first of the two that is there."""
+
+
+def chunk_library(dtype: torch.dtype, chunks: str = "auto") -> str:
+    """Who computes chunks of the delta rules on a GPU, for the log. ConfigError where nobody can.
+
+    dtype: of the model.
+    """
+    if chunks == "torch":
+        return "torch"
+    missing = _missing(chunks)
+    if missing is None and dtype not in fla_chunks.DTYPES:
+        missing = f"fla-core is not for {str(dtype).removeprefix('torch.')}"
+    return f"fla-core {fla_chunks.version()}" if missing is None else f"torch ({missing})"
+
+
+def _missing(chunks: str) -> str | None:
+    """Why chunks cannot be fla-core's; None: they can. ConfigError where they must be."""
+    version = fla_chunks.version()
+    if version is not None and fla_chunks.known(version):
+        return None
+    which = f"one of {', '.join(fla_chunks.VERSIONS)}" if version else "installed"
+    missing = f"fla-core {version or ''} is not {which}: pip install 'isthmus[fla]'".replace("  ", " ")
+    if chunks == "fla":
+        raise ConfigError(missing)
+    return missing
 
 
 def _state(

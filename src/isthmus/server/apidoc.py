@@ -209,7 +209,7 @@ def _flags_head() -> str:
     return (
         "Of `isthmus serve`. Unknown flags and abbreviations are errors. `--config FILE` reads the same settings from\n"
         "YAML, under the names of the second column; the command line wins. Sizes take k, m and g, powers of 1024.\n"
-        "The flags of the last column are accepted and mean the same."
+        "The flags of the last column are accepted and mean the same; `--enable-unified-memory` is `--memory unified`."
     )
 
 
@@ -221,7 +221,7 @@ def _flags(title: str, config: type) -> str:
             continue
         setting = setting_of(spec)
         flag = setting.flag if setting.flag.startswith("-") else setting.flag.upper()
-        aliases = ", ".join(f"`{alias}`" for alias in setting.aliases)
+        aliases = ", ".join(f"`{alias}`" for alias in (*setting.aliases, *(flag for flag, _ in setting.shorthands)))
         default = _default(spec.default, setting)
         rows.append((f"`{flag}`", f"`{spec.name}`", _value(setting, hints[spec.name]), default, setting.help, aliases))
     head = ("flag", "in YAML", "value", "default", "what", "also accepted")

@@ -37,6 +37,10 @@ class ServerConfig(Checked):
     drain_timeout: float = setting(
         "--drain-timeout", "seconds that running requests get to end after SIGTERM", default=30.0
     )
+    tensor_parallel_size: int = setting(
+        "--tensor-parallel-size", "devices that share a model; more than 1 is not built yet", default=1,
+        aliases=("-tp", "--tp"),
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self._require("host", bool(self.host), "an address")
@@ -47,6 +51,8 @@ class ServerConfig(Checked):
         self._require("max_request_bytes", self.max_request_bytes >= 1024, "at least 1k")
         self._require("request_timeout", self.request_timeout > 0, "more than 0 seconds")
         self._require("drain_timeout", self.drain_timeout >= 0, "0 seconds or more")
+        alone = self.tensor_parallel_size == 1
+        self._require("tensor_parallel_size", alone, "1 (this version runs a model on one device)")
 
     @property
     def origins(self) -> list[str]:

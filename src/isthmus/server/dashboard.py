@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from isthmus.server.connection import cut
 from isthmus.server.errors import ApiError
 from isthmus.server.reply import event
 
@@ -117,15 +118,18 @@ class Stream(Response):
         left = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait([sender, left], return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
+            if sender.done() and not sender.result():
+                logger.info("a dashboard that took nothing for %g s was dropped", self._broadcast.patience)
+                cut(scope)
+                await left
         finally:
             self._broadcast.leave(watcher)
             for task in (sender, left):
                 task.cancel()
             await asyncio.gather(sender, left, return_exceptions=True)
 
-    async def _send_all(self, watcher: Watcher, send: Send) -> None:
+    async def _send_all(self, watcher: Watcher, send: Send) -> bool:
+        """False when the watcher is too slow; the end of the answer would wait for it too."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         headers.append((b"x-accel-buffering", b"no"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -137,11 +141,10 @@ class Stream(Response):
             try:
                 async with asyncio.timeout(self._broadcast.patience):
                     await send(message)
-            except TimeoutError:  # the end of the answer would wait for the same reader, so the answer has none
-                logger.info("a dashboard that took nothing for %g s was dropped", self._broadcast.patience)
-                return
+            except TimeoutError:
+                return False
             if newest is None:
-                return
+                return True
 
 
 async def _left(receive: Receive) -> None:

@@ -116,14 +116,14 @@ class EngineClient:
         async with EngineProcess(self._args) as process:
             failed: wire.Failed | None = None
             while (message := await process.receive()) is not None:
-                if isinstance(message, wire.Report):
-                    self._hear(message)
-                elif isinstance(message, wire.Failed):
+                if isinstance(message, wire.Failed):
                     failed = message
+                elif isinstance(message, wire.ModelInfo):
+                    self.info = message
                 else:
-                    self.info, self._process, self.state = message, process, "ready"
-                    if not ready.done():
-                        ready.set_result(message)
+                    self._hear(message)
+                    if self.state != "ready":  # the first report: there is an arena to tell of
+                        self._be_ready(process, ready)
             self.state, self._process = "restarting", None
             end = process.ending
         if failed is not None and failed.by_user:
@@ -135,6 +135,12 @@ class EngineClient:
         self._see(None)
         self._fail_all(f"{reason} while serving this request; it is being started again: send the request once more")
         return reason
+
+    def _be_ready(self, process: EngineProcess, ready: asyncio.Future[wire.ModelInfo]) -> None:
+        assert self.info is not None, "an engine tells its model before it reports"
+        self._process, self.state = process, "ready"
+        if not ready.done():
+            ready.set_result(self.info)
 
     # -- calls ----------------------------------------------------------------------------------------------
 

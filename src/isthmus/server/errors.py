@@ -121,8 +121,13 @@ def _from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     named = getattr(first.get("ctx", {}).get("error"), "param", None)  # the field that a check of the model names
     if named is not None:
         param = f"{param}.{named}" if param else str(named)
-    if kind == "json_invalid" or param is None:
-        return bad_request(f"the body is not a JSON object as due here: {message[:200]}", param)
+    if kind == "json_invalid":
+        reason, place = first.get("ctx", {}).get("error", message), first["loc"][-1]
+        return bad_request(f"the body is not JSON: {reason} at character {place}")
+    if param is None and isinstance(body, bytes):
+        return bad_request("the body is not sent as JSON: add the header Content-Type: application/json")
+    if param is None:
+        return bad_request("the body is not a JSON object")
     texts = {
         "extra_forbidden": f"{param} is not known to this server",
         "none_required": f"{param} is not supported by this server: leave it out",

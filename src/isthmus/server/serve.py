@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
 from isthmus.server.app import Front, build_app
 from isthmus.server.config import ServerConfig
+from isthmus.server.connection import Protocol
 from isthmus.server.engine_client import EngineClient, EngineError
 from isthmus.server.metrics import Metrics
 from isthmus.server.speller import Speller
@@ -74,6 +76,7 @@ class Service:
         server = uvicorn.Server(
             uvicorn.Config(
                 build_app(self.front),
+                http=Protocol,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -127,7 +130,9 @@ class Service:
             server.force_exit = True
             self.client.stop_calls()
             return
-        logger.info("%s: draining %d requests", signal.Signals(number).name, self.client.in_flight)
+        left, limit = self.client.in_flight, self.config.drain_timeout
+        wait = f"; {left} running, which get {limit:g} s to end; a second signal ends them at once" if left else ""
+        logger.info("%s: stopping%s", signal.Signals(number).name, wait)
         self.front.draining = True
         server.should_exit = True
         loop = asyncio.get_running_loop()
@@ -140,4 +145,6 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error.strerror or error})") from error
+        taken = error.errno == errno.EADDRINUSE  # of which Python's own text repeats the address
+        why = f"{os.strerror(errno.EADDRINUSE)}: stop what does, or choose another --port" if taken else error.strerror
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({why or error})") from error

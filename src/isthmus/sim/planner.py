@@ -54,6 +54,7 @@ class Planner(Scheduler):
             clock=clock,
         )
         self._output_token = output_token
+        self.together = 1  # steps that are coasted are none of those that would count
         self._windows = [kind_of(g, keep_boundary=prefix_caching) for g in pool.groups.values() if g.kind == "window"]
         self._settled: object = None  # what the pool looked like when the last step was committed
         if snapshots is None:
@@ -87,11 +88,10 @@ class Planner(Scheduler):
         past = at.past[rows] + np.arange(most)[:, None]
         times = np.cumsum(np.concatenate(([now], seconds(past))))
         steps = int(np.count_nonzero(times[:-1] < until))
-        at.past[rows] += steps
-        at.length[rows] += steps
         tokens = [self._output_token] * steps
         for sequence in self.running:
-            sequence.output += tokens
+            sequence.output.extend(tokens)
+        at.went_on(rows, steps)
         self.counters.steps += steps
         self.counters.generation_tokens += steps * len(rows)
         self.counters.computed_tokens += steps * len(rows)
@@ -109,7 +109,7 @@ class Planner(Scheduler):
         if most < 1 or not decoding.all():
             return 0
         # A step begins with these two. If they do anything, it is not idle.
-        self._share_newest()
+        self._share_full()
         self.placement.unbind_passed(rows, past)
         if self._traces() != self._settled:
             return 0

@@ -1,0 +1,212 @@
+"""Hundreds of sequences that decode cost the host little: what is put off or done together, and that nobody notices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from isthmus.engine.sequence import Request, Status
+from isthmus.engine.step import Result, Results, Sampled, Step
+from isthmus.params import SamplingParams
+from tests.engine.scripted import expected
+from tests.engine.test_core import Answers, EngineFor, engine_for, run
+from tests.engine.test_prefix_scheduling import WarmWorld
+from tests.engine.test_scheduler import World
+from tests.engine.toy_tokenizers import byte_level, llama, token_id
+
+__all__ = ["engine_for"]
+
+
+# -- results as arrays -------------------------------------------------------------------------------------------
+
+
+def test_results_read_like_the_list_they_are_made_of() -> None:
+    told: list[Result] = [3, Sampled(5, -0.5, 1), 0, Sampled(-1, problem="not a number")]
+    results = Results.of(told)
+    assert list(results) == told
+    assert (len(results), results[1], results[2], results[1:3]) == (4, told[1], 0, told[1:3])
+    assert results.ids[:3].tolist() == [3, 5, 0]
+    assert results[:4] is Results.of(results) is results
+
+
+# -- outputs at the end ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [byte_level, llama])
+@pytest.mark.parametrize("include", [False, True])
+def test_an_output_at_the_end_is_what_the_increments_add_up_to(
+    make: Callable[[], Tokenizer], engine_for: EngineFor, include: bool
+) -> None:
+    tokenizer = make()
+    engine, prompt = engine_for(tokenizer, " the cat ä한🙂. the")
+    params = SamplingParams(n=2, max_tokens=100, min_tokens=2, include_stop_str_in_output=include)
+    cut = SamplingParams(max_tokens=9)  # inside a character
+    for at_end in (False, True):
+        engine.add_request(f"whole {at_end}", prompt, params, prompt="the cat", at_end=at_end)
+        engine.add_request(f"cut {at_end}", prompt, cut, at_end=at_end)
+    merged, pieces = run(engine)
+    assert merged["whole True"].outputs == merged["whole False"].outputs
+    assert merged["cut True"].outputs == merged["cut False"].outputs
+    assert merged["whole True"].outputs[0].token_ids[-1] == token_id(tokenizer, "<eos>")
+    assert merged["cut True"].outputs[0].finish_reason == "length"
+    assert [len(pieces[name]) for name in ("whole True", "cut True")] == [1, 1], "both continuations end together"
+    assert merged["whole True"].finished
+    assert merged["whole True"].receipt is not None
+
+
+def test_what_looks_at_single_tokens_is_told_of_them_all_the_same(engine_for: EngineFor) -> None:
+    engine, prompt = engine_for(byte_level(), "abcdef")
+    engine.add_request("stop", prompt, SamplingParams(max_tokens=10, stop=["cd"]), at_end=True)
+    engine.add_request("scores", prompt, SamplingParams(max_tokens=3, logprobs=1), at_end=True)
+    merged, _ = run(engine)
+    assert (merged["stop"].outputs[0].text, merged["stop"].outputs[0].stop_reason) == ("ab", "cd")
+    assert len(merged["stop"].outputs[0].token_ids) == 4, "it ended with the token that completed the stop string"
+    assert len(merged["scores"].outputs[0].logprobs or []) == 3
+
+
+class Fails(Answers):
+    """From the fourth step on there are no numbers."""
+
+    def run(self, step):  # type: ignore[no-untyped-def]
+        results = super().run(step)
+        return [Sampled(-1, problem="not a number")] * len(results) if len(self.steps) > 3 else results
+
+
+def test_a_problem_at_the_end_keeps_what_came_before_it(engine_for: EngineFor) -> None:
+    engine, prompt = engine_for(byte_level(), "abcdef", answers=Fails)
+    engine.add_request("a", prompt, SamplingParams(max_tokens=10), at_end=True)
+    merged, _ = run(engine)
+    (output,) = merged["a"].outputs
+    assert (output.text, len(output.token_ids), output.finish_reason) == ("abc", 3, "abort")
+    assert output.stop_reason == "not a number"
+
+
+def test_nothing_is_said_of_a_sequence_before_it_ends() -> None:
+    world = World("full", 4, 6, 60, overlap=True)
+    request, loud = Request("quiet", [1, 2, 3], SamplingParams(max_tokens=20), at_end=True), world.add(3, 5)
+    world.scheduler.add(request)
+    heard: list[str] = []
+    while world.has_work:
+        step = world.plan() if world.scheduler.has_work and len(world.flights) < 2 else None
+        if step is None or len(world.flights) > 1:
+            heard += [sequence.request.request_id for sequence, _ in world.land()]
+    assert heard == [loud.request_id] * 5 + ["quiet"]
+    assert request.sequences[0].output == expected([1, 2, 3], 20)
+
+
+# -- tokens in rows ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_nobody_asks_for_in_between_are_all_there() -> None:
+    """More of them than a row has room for; all but the first are in flight when they are used."""
+    world = World("full", 4, 6, 400)
+    request, steps = world.add(5, 300), deque[Step]()
+    for token in range(300):
+        while len(steps) < 2 and (step := world.scheduler.schedule()) is not None:
+            steps.append(step)
+        world.scheduler.settle(steps.popleft(), [token])
+    assert request.sequences[0].output == list(range(300))
+    world.assert_empty()
+
+
+def test_a_token_taken_in_while_preempted_follows_the_others() -> None:
+    world = World("full", 4, 6, 60, overlap=True)
+    request = world.add(5, 30)
+    (sequence,) = request.sequences
+    for _ in range(4):
+        world.advance()
+    assert world.flights, "a token is in flight"
+    world.scheduler.preempt(sequence)
+    while world.flights:
+        world.land()
+    assert sequence.status is Status.PREEMPTED
+    assert sequence.known == sequence.length
+    world.finish()
+    world.assert_answers()
+
+
+def test_ends_of_a_row_are_those_of_its_sequence() -> None:
+    """A row that had stop tokens is given to a sequence without."""
+    world = World("full", 4, 6, 60)
+    tokens = expected([1, 2, 3], 12)
+    first = Request("first", [1, 2, 3], SamplingParams(max_tokens=12, stop_token_ids=[tokens[3], 90, 91]))
+    world.scheduler.add(first)
+    while world.scheduler.has_work:
+        world.step()
+    second = Request("second", [1, 2, 3], SamplingParams(max_tokens=12))
+    world.scheduler.add(second)
+    while world.scheduler.has_work:
+        world.step()
+    assert first.sequences[0].output == tokens[: tokens.index(tokens[3]) + 1]
+    assert first.sequences[0].stop_reason == tokens[3]
+    assert second.sequences[0].output == tokens
+
+
+# -- pages together ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["full", "full+window"])
+@pytest.mark.parametrize("after", range(20, 28))
+def test_whoever_comes_finds_all_full_pages_of_those_that_decode(shape: str, after: int) -> None:
+    world = WarmWorld(shape, 4, 6, 80, overlap=True)
+    first = world.ask(list(range(1, 8)), 60)
+    for _ in range(after):
+        world.advance()
+    (sequence,) = first.sequences
+    assert sequence.status is Status.RUNNING
+    seen = [*first.prompt_token_ids, *sequence.output]
+    full = min(sequence.past, sequence.known) // 4 * 4
+    late = world.ask([*seen, 5], 4)
+    world.advance()
+    assert late.receipt.cached_tokens == full
+    world.finish()
+    world.assert_answers()
+
+
+@pytest.mark.parametrize("shape", ["full", "full+window", "window alone"])
+def test_pages_of_those_that_decode_are_had_for_some_steps_at_once(shape: str) -> None:
+    world = World(shape, 4, 8, 120, budget=64, overlap=True)
+    for i in range(4):
+        world.add(5 + i, 90)
+    for _ in range(4):
+        world.advance()
+    writes, running = [], world.scheduler.running
+    blocks, at = world.scheduler.placement.blocks, running.at
+    for _ in range(60):
+        step = world.plan()
+        assert step is not None
+        writes.append(int(np.count_nonzero(step.block_writes.virtual)) > 0)
+        needed = -(-at.past[running.rows] // 4)
+        assert (blocks.columns[running.rows] >= needed).all()
+        assert (blocks.columns[running.rows] <= needed + 1).all()
+        world.land()
+    assert sum(writes) <= (60 / 2 if shape == "window alone" else 60 / 4)
+    world.finish()
+    world.assert_answers()
+
+
+def test_no_page_is_had_beyond_the_end_of_a_sequence() -> None:
+    """An arena with room for just what each will have at last."""
+    world = World("full", 4, 2, 36, budget=64)
+    for _ in range(2):
+        world.add(7, 30)  # 36 tokens are cached at last, 9 pages
+    most, (group,) = 0, world.pool.groups
+    while world.has_work:
+        world.advance()
+        most = max(most, world.used_pages(group))
+    assert most == 18
+    assert world.scheduler.counters.preemptions == 0
+    world.assert_answers()
+
+
+def test_where_there_is_no_room_pages_are_had_one_by_one() -> None:
+    world = World("full", 4, 1, 60, budget=64)
+    for _ in range(3):
+        world.add(5, 55)
+    world.finish()
+    assert world.scheduler.counters.preemptions > 0
+    world.assert_answers()
