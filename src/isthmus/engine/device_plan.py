@@ -96,6 +96,11 @@ class StatePlan:
         assert len(step.states) == len(step.past)
         return cls(step.states + np.int32(at), at, step.past == 0, step.query_start.astype(np.int64))
 
+    @classmethod
+    def empty(cls, null: int) -> StatePlan:
+        """Of nobody."""
+        return cls(np.zeros(0, np.int32), null, np.zeros(0, np.bool_), np.zeros(1, np.int64))
+
     def padded(self, lanes: int, tokens: int) -> StatePlan:
         """The same and `lanes` sequences more, of so many tokens each, with the null page for a fresh state."""
         more = self.query_start[-1] + tokens * np.arange(1, lanes + 1)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from isthmus.engine.chunk_places import ChunkPlaces
 from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, StatePlan, Tables, most_items
 from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, score_later
 from isthmus.engine.graphs import Graphs, Inputs
@@ -34,7 +35,7 @@ from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
-from isthmus.model.device_states import DeviceStates, StateInputs
+from isthmus.model.device_states import DeviceStates, FixedChunks, StateInputs
 from isthmus.model.layout import ModelLayout, decoder
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
@@ -160,7 +161,6 @@ class DeviceRunner:
         most = max(max_num_batched_tokens + _ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
         self._slots = {name: self._zeros(most, dtype=torch.int64) for name in self._tokens}
         self._lanes = torch.arange(most, device=self.device)
-        assert not (self._mixers and graphs.get(False)), "how states are computed of chunks depends on their lengths"
         if graphs:
             with torch.inference_mode():
                 memory = torch.cuda.graph_pool_handle()
@@ -211,16 +211,16 @@ class DeviceRunner:
 
     def _run(self, step: Step, plan: DevicePlan) -> Launch:
         wanted = _array([sample.index for sample in step.samples])
-        if self._mixed is None:
+        graph = self._graph_of(plan)
+        if self._mixed is None or graph is None:
             size = -(-len(step.tokens) // _ALIGN) * _ALIGN
             plan = plan.padded(size)
             views = self._upload(plan, size, wanted=wanted)
             slots = {name: slots[:size] for name, slots in self._slots.items()}
             hidden = self._forward(self._given(views, slots, plan))
         else:
-            size = self._mixed.size(len(step.tokens))
-            views = self._upload(plan, size, self._places[False, size], wanted=wanted)
-            hidden = self._mixed.replay(size)
+            views = self._upload(plan, graph, self._places[False, graph], wanted=wanted)
+            hidden = self._mixed.replay(graph)
         scores = self._scores(step.scores, hidden)
         if not step.samples:
             return Launch(None, scores)
@@ -229,6 +229,25 @@ class DeviceRunner:
         rows = views["rows"].index_select(0, views["sequence_of"].index_select(0, views["wanted"]))
         scatter(self._last, rows, tokens, len(tokens))
         return Launch(self._sample(step, logits, tokens, rows), scores)
+
+    def _graph_of(self, plan: DevicePlan) -> int | None:
+        """The size of the graph that runs the step; None: none does."""
+        if self._mixed is None:
+            return None
+        if plan.states is None:
+            return self._mixed.size(len(plan.tokens))
+        if len(plan.tokens) >= self._mixed.sizes[-1]:
+            return None
+        size = self._mixed.size(len(plan.tokens) + 1)
+        return size if self._chunk_places(size).hold(plan.states) else None
+
+    def _chunk_places(self, size: int) -> ChunkPlaces:
+        return ChunkPlaces.of(size, self._max_num_seqs)
+
+    @property
+    def chunks_in_graphs(self) -> bool:
+        """Can graphs run this model's steps with chunks? As far as steps were run until now."""
+        return self._states.chunks_in_graphs
 
     # -- shared by both ---------------------------------------------------------------------------------------
 
@@ -245,8 +264,10 @@ class DeviceRunner:
                 sizes[f"{name}.tiles"] = _ROW_BYTES * (size // self._tile[name] + min(size, sequences + 1))
         if alone:
             sizes |= {"rows": 4 * sequences, "index": 4 * _WRITES, "value": 4 * _WRITES}
-        if self._mixers:
+        if self._mixers and alone:
             sizes |= {"states.entry": 4 * size, "states.fresh": size}
+        elif self._mixers:
+            sizes |= self._chunk_places(size).sizes()
         return Layout.of(sizes)
 
     def _inputs(self, alone: bool, size: int) -> Inputs:
@@ -256,9 +277,11 @@ class DeviceRunner:
         sections: dict[str, NDArray[Any]] = {name: np.zeros(n, np.int32) for name, n in room.items()}
         sections["feed"][:] = self._max_num_seqs
         sections["sequence_of"][:] = NOBODY
-        if self._mixers:
+        if self._mixers and alone:
             sections["states.entry"][:] = self._null_state
             sections["states.fresh"] = np.ones(size, np.bool_)
+        elif self._mixers:
+            sections |= self._chunk_places(size).arrays(StatePlan.empty(self._null_state))
         views = self._packer.upload(sections, places)
         if alone:
             self._fixed[size] = dict(views)
@@ -282,15 +305,17 @@ class DeviceRunner:
         return Inputs(views["tokens"], views["feed"], views["positions"], groups, states)
 
     def _state_inputs(self, views: Mapping[str, Tensor], plan: StatePlan | None) -> StateInputs:
-        """Of a plan, or of a graph of decodes."""
+        """Of a plan, or of a graph."""
         entry, fresh = views["states.entry"], views["states.fresh"]
         if "states.starts" not in views:  # every sequence has one token
             lanes = self._lanes[: len(entry)]
-            starts = np.arange(len(entry) + 1)
-            return StateInputs(starts, entry, fresh, lanes, lanes, lanes, lanes[:0])
-        assert plan is not None
-        where = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks"))
-        return StateInputs(plan.query_start, entry, fresh, *where)
+            return StateInputs(np.arange(len(entry) + 1), entry, fresh, lanes, lanes, lanes, lanes[:0])
+        starts, ends, decodes, chunks = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks"))
+        if plan is not None and "states.owner" not in views:
+            return StateInputs(plan.query_start, entry, fresh, starts, ends, decodes, chunks)
+        packed = (views[f"states.packed.{name}"] for name in ("chunks", "bounds", "tokens", "sequences"))
+        fixed = FixedChunks(views["states.owner"], *packed)
+        return StateInputs(np.zeros(0, np.int64), entry, fresh, starts, ends, decodes, chunks, fixed)
 
     def _upload(
         self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section
@@ -334,7 +359,9 @@ class DeviceRunner:
             sections |= {f"{name}.items": items, f"{name}.count": _array([len(items)])}
             if not alone:
                 sections[f"{name}.tiles"] = tiles
-        if (states := plan.states) is not None:
+        if (states := plan.states) is not None and places is not None and "states.owner" in places.places:
+            sections |= self._chunk_places(size).arrays(states)
+        elif states is not None:
             sections |= {"states.entry": states.entry, "states.fresh": states.fresh}
             if not plan.decode:
                 sections |= {"states.starts": states.query_start[:-1], "states.ends": states.query_start[1:] - 1}

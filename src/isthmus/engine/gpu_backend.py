@@ -54,6 +54,7 @@ class GpuBackend:
         self._model, self._layout, self._config, self._eos = model, layout, config, eos_token_ids
         self._device = next(model.parameters()).device
         self._graphs = not config.device.enforce_eager
+        self._chunks_in_graphs = True
         self._arena: Tensor | None = None
         # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
@@ -84,12 +85,13 @@ class GpuBackend:
         return self._runner(self._arena, pool.capacities, max_model_len, sizes)
 
     def _sizes(self) -> dict[bool, tuple[int, ...]]:
-        """Of graphs: for decodes alone, and for other steps, but not where those have states (how many operations a
-        chunk of them takes depends on its length)."""
+        """Of graphs: for decodes alone, and for other steps, but not where those have states of which chunks take
+        operations in numbers that depend on their lengths."""
         scheduler = self._config.scheduler
         sizes = {True: lane_counts(scheduler.max_num_seqs)}
-        if not any(group.kind == "state" for group in self._layout.groups):
-            sizes[False] = token_counts(scheduler.max_num_batched_tokens)
+        if self._chunks_in_graphs:
+            padding = any(group.kind == "state" for group in self._layout.groups)  # a token of it, see `ChunkPlaces`
+            sizes[False] = token_counts(scheduler.max_num_batched_tokens + padding)
         return sizes
 
     def _runner(
@@ -124,6 +126,7 @@ class GpuBackend:
         except TorchDynamoException as error:
             line = str(error).strip().splitlines()[0]
             raise ModelError(f"the layers cannot be compiled: use --enforce-eager ({line})") from error
+        self._chunks_in_graphs = runner.chunks_in_graphs
         laps.lap("layers and kernels compiled")
         if not self._graphs:
             return Footprint(activations, 0)

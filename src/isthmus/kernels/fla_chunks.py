@@ -53,6 +53,7 @@ class Packed:
     bounds: Tensor  # int64 [M + 1]: where each begins and ends among the n
     tokens: Tensor  # int64 [n] of the flat batch
     step: StateStep  # whose states are those of the M alone
+    whole: bool  # the tokens are all that the flat batch has, in order
 
 
 def pack(query_start: Int64, most: int) -> list[tuple[Int64, ...]]:
@@ -141,7 +142,7 @@ def library_rule(
             chunk_indices=part.chunks,
         )
         part.step.store(view, states)
-        if len(part.tokens) == len(value):  # all there are, in order
+        if part.whole:
             return rows[0]
         put_heads(out, part.tokens, rows[0])
     return out

@@ -53,9 +53,22 @@ class Lanes(NamedTuple):
     tokens: Tensor  # int64 [n]
 
 
+@dataclass(frozen=True)
+class FixedChunks:
+    """How a step's tokens belong to its sequences, where a graph runs it: at fixed places on the device."""
+
+    owner: Tensor  # int64 [T]: the sequence of each token
+    chunks: Tensor  # as in `Packed`, like the next two
+    bounds: Tensor
+    tokens: Tensor
+    sequences: Tensor  # int64 [M] of the step, those with several tokens
+
+
 @dataclass
 class DeviceStep(StateStep):
     """A step whose tensors are on a device. `fresh` is there always; padding has page 0, and is fresh."""
+
+    fixed: FixedChunks | None = None  # None: the host knows it by `query_start`
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -78,39 +91,54 @@ class DeviceStep(StateStep):
     @cached_property
     def owner(self) -> Tensor:
         """int64 [T]: the sequence of each token."""
+        if self.fixed is not None:
+            return self.fixed.owner
         (owner,) = self._together([np.repeat(np.arange(len(self.query_start) - 1), np.diff(self.query_start))])
         return owner
 
     @cached_property
     def packed(self) -> tuple[Packed, ...]:
         """Sequences with several tokens, as a library takes them."""
-        packs = fla_chunks.pack(self.query_start, fla_chunks.MEMBERS)
-        return tuple(self._pack(*self._together(arrays)) for arrays in packs)
+        if (fixed := self.fixed) is not None:
+            bounds = fixed.bounds.view(-1)  # another object each time: what the library made of it is remembered by it
+            return (self._pack(fixed.chunks, bounds, fixed.tokens, fixed.sequences, whole=False),)
+        packs, total = fla_chunks.pack(self.query_start, fla_chunks.MEMBERS), int(self.query_start[-1])
+        parts = (self._together(arrays) for arrays in packs)
+        return tuple(self._pack(*part, whole=len(part[2]) == total) for part in parts)
 
-    def _pack(self, chunks: Tensor, bounds: Tensor, tokens: Tensor, sequences: Tensor) -> Packed:
+    def _pack(self, chunks: Tensor, bounds: Tensor, tokens: Tensor, sequences: Tensor, *, whole: bool) -> Packed:
         assert self.fresh is not None
         pages, fresh = (x.index_select(0, sequences) for x in (self.pages, self.fresh))
-        return Packed(chunks, bounds, tokens, replace(self, pages=pages, fresh=fresh))
+        return Packed(chunks, bounds, tokens, replace(self, pages=pages, fresh=fresh), whole)
 
 
 @dataclass(frozen=True)
 class StateInputs:
     """What a forward reads to know a step's states; S sequences, padding among them."""
 
-    query_start: Int64  # [S + 1], on the host
+    query_start: Int64  # [S + 1], on the host; empty where `fixed` is there
     entry: Tensor  # int32 [S]: of the buffer of tables, holds the physical page
     fresh: Tensor  # bool [S]
     starts: Tensor  # int64 [S]
     ends: Tensor  # int64 [S]
     decodes: Tensor  # int64
     chunks: Tensor  # int64
+    fixed: FixedChunks | None = None
 
     def step(self, tables: Tensor) -> DeviceStep:
         """With ids made physical."""
         pages = tables.index_select(0, self.entry).long()
         upload = partial(_upload, tables.device)
         return DeviceStep(
-            self.query_start, pages, self.fresh, self.starts, self.ends, self.decodes, self.chunks, upload
+            self.query_start,
+            pages,
+            self.fresh,
+            self.starts,
+            self.ends,
+            self.decodes,
+            self.chunks,
+            upload,
+            fixed=self.fixed,
         )
 
 
@@ -136,6 +164,7 @@ class DeviceStates:
         on_gpu = any(view.is_cuda for parts in views.values() for view in parts.values())
         wanted = chunks == "fla" or (chunks == "auto" and on_gpu)
         self._operations = LIBRARY if wanted and _missing(chunks) is None else OPERATIONS
+        self._fixed: dict[str, bool] = {}  # by operation, as layers asked for it
         self.handle = torch.tensor(id(self), device="cpu")  # unique among those alive
         _alive[id(self)] = self
 
@@ -153,8 +182,15 @@ class DeviceStates:
     ) -> Tensor:
         """One operation of one layer. parts: of the state, by argument; "" where the next of the inputs is meant."""
         views, rest = self._views[layer], iter(inputs)
-        given = (views[part] if part else next(rest) for part in parts)
-        return self._operations[operation].run(self.step, *given, **settings)
+        given = [views[part] if part else next(rest) for part in parts]
+        how = self._operations[operation]
+        self._fixed[operation] = how.fixed(given)
+        return how.run(self.step, *given, **settings)
+
+    @property
+    def chunks_in_graphs(self) -> bool:
+        """Can a graph run steps with chunks? As far as the operations go that layers have asked for until now."""
+        return all(self._fixed.values())
 
 
 @dataclass(frozen=True)
@@ -294,6 +330,15 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
+def _always(given: Sequence[Any]) -> bool:
+    return True
+
+
+def _fits(given: Sequence[Any]) -> bool:
+    _, query, key, value, *_ = given
+    return fla_chunks.fits(query, key, value)
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation as a device runs it."""
@@ -301,14 +346,16 @@ class Operation:
     run: Callable[..., Tensor]  # (step, views and inputs, **settings)
     shape: int  # which of the inputs has the output's shape
     dtype: int  # which has its dtype
+    fixed: Callable[[Sequence[Any]], bool] = lambda given: False
+    """Whether chunks of any lengths are the same launches, by the view and the inputs."""
 
 
 OPERATIONS: Mapping[str, Operation] = {
-    "causal_conv": Operation(_conv, 0, 0),
+    "causal_conv": Operation(_conv, 0, 0, _always),
     "gated_delta_rule": Operation(partial(_delta, gated_delta_rule), 2, 0),
     "kimi_delta_rule": Operation(partial(_delta, kimi_delta_rule), 2, 0),
-    "ssd": Operation(_ssd, 2, 2),
-    "lightning_attention": Operation(_lightning, 2, 2),
+    "ssd": Operation(_ssd, 2, 2, _always),
+    "lightning_attention": Operation(_lightning, 2, 2, _always),
     "selective_scan": Operation(_scan, 0, 0),
     "rglru": Operation(_rglru, 0, 0),
 }
@@ -319,7 +366,7 @@ _RULES = {"gated_delta_rule": gated_delta_rule, "kimi_delta_rule": kimi_delta_ru
 LIBRARY: Mapping[str, Operation] = {
     **OPERATIONS,
     **{
-        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)))
+        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)), fixed=_fits)
         for name, rule in _RULES.items()
     },
 }

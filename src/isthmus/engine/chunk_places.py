@@ -1,0 +1,103 @@
+"""The places of what a graph of a step with prefill chunks reads of the sequences' states.
+
+How many sequences there are, and how they share the tokens out, differs from step to step; a graph has room for the
+most it takes. Whatever is left over is padding's: a sequence with the null page, that begins with this step. At least
+one token is padding's, so that what is computed for nobody has somewhere to go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.engine.device_plan import Int64, StatePlan
+from isthmus.kernels.fla_chunks import CHUNK
+
+PREFIX = "states."
+
+_LONG = 128  # tokens: a step of chunks of fewer on average is launched
+
+
+@dataclass(frozen=True)
+class ChunkPlaces:
+    """Of one graph."""
+
+    tokens: int  # T, padding's among them
+    sequences: int  # S, the last is padding's
+    members: int  # M: those with several tokens, as a library takes them; the last is padding's
+
+    @classmethod
+    def of(cls, tokens: int, max_num_seqs: int) -> ChunkPlaces:
+        """For a graph of so many tokens."""
+        sequences = min(tokens - 1, max_num_seqs) + 1
+        return cls(tokens, sequences, min(sequences, tokens // _LONG + 4))
+
+    def hold(self, plan: StatePlan) -> bool:
+        """Can the graph run this step?"""
+        live = int(plan.query_start[-1]) < self.tokens and len(plan.entry) < self.sequences
+        return live and len(plan.chunks) < self.members
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name."""
+        words = {
+            "starts": self.sequences,
+            "ends": self.sequences,
+            "decodes": self.sequences - 1,
+            "chunks": self.members,
+            "owner": self.tokens,
+            "packed.chunks": 2 * self._packed_chunks,
+            "packed.bounds": self.members + 1,
+            "packed.sequences": self.members,
+            "packed.tokens": self.tokens,
+        }
+        named = {"entry": 4 * self.sequences, "fresh": self.sequences} | {name: 8 * n for name, n in words.items()}
+        return {PREFIX + name: size for name, size in named.items()}
+
+    def arrays(self, plan: StatePlan) -> dict[str, NDArray[Any]]:
+        """What goes there for a step, which must `hold`."""
+        live, nobody = int(plan.query_start[-1]), self.sequences - 1
+        padding = np.arange(live, self.tokens)
+        counts, chunks = np.diff(plan.query_start), plan.chunks
+        owner = np.repeat(np.arange(len(counts) + 1), np.append(counts, len(padding)))
+        found = {
+            "entry": _filled(plan.entry, self.sequences, plan.null),
+            "fresh": _filled(plan.fresh, self.sequences, True),
+            "starts": _filled(plan.query_start, self.sequences, self.tokens - 1),
+            "ends": _filled(plan.query_start[1:] - 1, self.sequences, self.tokens - 1),
+            "decodes": _filled(plan.decodes, self.sequences - 1, nobody),
+            "chunks": _filled(np.append(chunks, len(counts)), self.members, nobody),
+            "owner": owner,
+            **self._packed(plan.query_start, chunks, padding),
+        }
+        return {PREFIX + name: array for name, array in found.items()}
+
+    @property
+    def _packed_chunks(self) -> int:
+        return self.tokens // CHUNK + self.members
+
+    def _packed(self, query_start: Int64, sequences: Int64, padding: Int64) -> dict[str, Int64]:
+        """The sequences with several tokens end to end, and all that is left as one of padding's behind them."""
+        counts = query_start[sequences + 1] - query_start[sequences]
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        per = np.append(-(-counts // CHUNK), -(-(self.tokens - total) // CHUNK))
+        member = np.repeat(np.append(np.arange(len(sequences)), self.members - 1), per)
+        rank = np.arange(len(member)) - np.repeat(np.cumsum(per) - per, per)
+        none = (self.members - 1, per[-1])  # a chunk behind its end
+        tokens = np.arange(total) + np.repeat(query_start[sequences] - (ends - counts), counts)
+        bounds = _filled(np.append(0, ends), self.members, total)
+        return {
+            "packed.chunks": np.concatenate(
+                (np.stack((member, rank), 1), np.tile(none, (self._packed_chunks - len(member), 1)))
+            ),
+            "packed.bounds": np.append(bounds, self.tokens),
+            "packed.sequences": _filled(sequences, self.members, self.sequences - 1),
+            "packed.tokens": _filled(np.append(tokens, padding), self.tokens, self.tokens - 1),
+        }
+
+
+def _filled(values: NDArray[Any], size: int, value: int | bool) -> NDArray[Any]:
+    return np.concatenate((values[:size], np.full(size - len(values[:size]), value, values.dtype)))
