@@ -38,6 +38,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"layer_types": [L, F]},
     "kimi_linear": {"layer_types": [L, F]},
     "inkling": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "lfm2": {"layer_types": ["conv", F]},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
     "jamba": {"num_hidden_layers": 2, "num_experts": 1},
     "minimax": {"layer_types": [L, F], "num_local_experts": 1, "num_experts_per_tok": 1},

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.engine.device_plan import Int64, StatePlan
-from isthmus.kernels.fla_chunks import CHUNK
+from isthmus.engine.device_plan import StatePlan
 
 PREFIX = "states."
 
@@ -27,7 +26,7 @@ class ChunkPlaces:
 
     tokens: int  # T, padding's among them
     sequences: int  # S, the last is padding's
-    members: int  # M: those with several tokens, as a library takes them; the last is padding's
+    members: int  # M: those with several tokens, padding's among them
 
     @classmethod
     def of(cls, tokens: int, max_num_seqs: int) -> ChunkPlaces:
@@ -48,10 +47,6 @@ class ChunkPlaces:
             "decodes": self.sequences - 1,
             "chunks": self.members,
             "owner": self.tokens,
-            "packed.chunks": 2 * self._packed_chunks,
-            "packed.bounds": self.members + 1,
-            "packed.sequences": self.members,
-            "packed.tokens": self.tokens,
         }
         named = {"entry": 4 * self.sequences, "fresh": self.sequences} | {name: 8 * n for name, n in words.items()}
         return {PREFIX + name: size for name, size in named.items()}
@@ -70,33 +65,8 @@ class ChunkPlaces:
             "decodes": _filled(plan.decodes, self.sequences - 1, nobody),
             "chunks": _filled(np.append(chunks, len(counts)), self.members, nobody),
             "owner": owner,
-            **self._packed(plan.query_start, chunks, padding),
         }
         return {PREFIX + name: array for name, array in found.items()}
-
-    @property
-    def _packed_chunks(self) -> int:
-        return self.tokens // CHUNK + self.members
-
-    def _packed(self, query_start: Int64, sequences: Int64, padding: Int64) -> dict[str, Int64]:
-        """The sequences with several tokens end to end, and all that is left as one of padding's behind them."""
-        counts = query_start[sequences + 1] - query_start[sequences]
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if len(ends) else 0
-        per = np.append(-(-counts // CHUNK), -(-(self.tokens - total) // CHUNK))
-        member = np.repeat(np.append(np.arange(len(sequences)), self.members - 1), per)
-        rank = np.arange(len(member)) - np.repeat(np.cumsum(per) - per, per)
-        none = (self.members - 1, per[-1])  # a chunk behind its end
-        tokens = np.arange(total) + np.repeat(query_start[sequences] - (ends - counts), counts)
-        bounds = _filled(np.append(0, ends), self.members, total)
-        return {
-            "packed.chunks": np.concatenate(
-                (np.stack((member, rank), 1), np.tile(none, (self._packed_chunks - len(member), 1)))
-            ),
-            "packed.bounds": np.append(bounds, self.tokens),
-            "packed.sequences": _filled(sequences, self.members, self.sequences - 1),
-            "packed.tokens": _filled(np.append(tokens, padding), self.tokens, self.tokens - 1),
-        }
 
 
 def _filled(values: NDArray[Any], size: int, value: int | bool) -> NDArray[Any]:

@@ -35,7 +35,7 @@ from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
-from isthmus.model.device_states import DeviceStates, FixedChunks, StateInputs
+from isthmus.model.device_states import DeviceStates, StateInputs
 from isthmus.model.layout import ModelLayout, decoder
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
@@ -313,9 +313,7 @@ class DeviceRunner:
         starts, ends, decodes, chunks = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks"))
         if plan is not None and "states.owner" not in views:
             return StateInputs(plan.query_start, entry, fresh, starts, ends, decodes, chunks)
-        packed = (views[f"states.packed.{name}"] for name in ("chunks", "bounds", "tokens", "sequences"))
-        fixed = FixedChunks(views["states.owner"], *packed)
-        return StateInputs(np.zeros(0, np.int64), entry, fresh, starts, ends, decodes, chunks, fixed)
+        return StateInputs(np.zeros(0, np.int64), entry, fresh, starts, ends, decodes, chunks, views["states.owner"])
 
     def _upload(
         self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section

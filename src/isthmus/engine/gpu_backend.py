@@ -29,6 +29,7 @@ from isthmus.model.device_states import chunk_library
 from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
+_PADDING = 8  # tokens: what matrix products like their number to be a multiple of
 _GRAPH_BYTES = 8 << 20  # that the driver keeps of one graph, with room to spare
 
 
@@ -90,8 +91,10 @@ class GpuBackend:
         scheduler = self._config.scheduler
         sizes = {True: lane_counts(scheduler.max_num_seqs)}
         if self._chunks_in_graphs:
-            padding = any(group.kind == "state" for group in self._layout.groups)  # a token of it, see `ChunkPlaces`
-            sizes[False] = token_counts(scheduler.max_num_batched_tokens + padding)
+            most = scheduler.max_num_batched_tokens
+            sizes[False] = token_counts(most)
+            if any(group.kind == "state" for group in self._layout.groups) and sizes[False][-1] == most:
+                sizes[False] += (most + _PADDING,)  # with states a token is padding's, see `ChunkPlaces`
         return sizes
 
     def _runner(

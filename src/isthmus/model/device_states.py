@@ -53,22 +53,11 @@ class Lanes(NamedTuple):
     tokens: Tensor  # int64 [n]
 
 
-@dataclass(frozen=True)
-class FixedChunks:
-    """How a step's tokens belong to its sequences, where a graph runs it: at fixed places on the device."""
-
-    owner: Tensor  # int64 [T]: the sequence of each token
-    chunks: Tensor  # as in `Packed`, like the next two
-    bounds: Tensor
-    tokens: Tensor
-    sequences: Tensor  # int64 [M] of the step, those with several tokens
-
-
 @dataclass
 class DeviceStep(StateStep):
     """A step whose tensors are on a device. `fresh` is there always; padding has page 0, and is fresh."""
 
-    fixed: FixedChunks | None = None  # None: the host knows it by `query_start`
+    fixed: Tensor | None = None  # `owner`, where a graph runs the step; None: the host knows it by `query_start`
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -92,16 +81,13 @@ class DeviceStep(StateStep):
     def owner(self) -> Tensor:
         """int64 [T]: the sequence of each token."""
         if self.fixed is not None:
-            return self.fixed.owner
+            return self.fixed
         (owner,) = self._together([np.repeat(np.arange(len(self.query_start) - 1), np.diff(self.query_start))])
         return owner
 
     @cached_property
     def packed(self) -> tuple[Packed, ...]:
         """Sequences with several tokens, as a library takes them."""
-        if (fixed := self.fixed) is not None:
-            bounds = fixed.bounds.view(-1)  # another object each time: what the library made of it is remembered by it
-            return (self._pack(fixed.chunks, bounds, fixed.tokens, fixed.sequences, whole=False),)
         packs, total = fla_chunks.pack(self.query_start, fla_chunks.MEMBERS), int(self.query_start[-1])
         parts = (self._together(arrays) for arrays in packs)
         return tuple(self._pack(*part, whole=len(part[2]) == total) for part in parts)
@@ -123,7 +109,7 @@ class StateInputs:
     ends: Tensor  # int64 [S]
     decodes: Tensor  # int64
     chunks: Tensor  # int64
-    fixed: FixedChunks | None = None
+    fixed: Tensor | None = None  # int64 [T], see `DeviceStep`
 
     def step(self, tables: Tensor) -> DeviceStep:
         """With ids made physical."""
@@ -184,7 +170,7 @@ class DeviceStates:
         views, rest = self._views[layer], iter(inputs)
         given = [views[part] if part else next(rest) for part in parts]
         how = self._operations[operation]
-        self._fixed[operation] = how.fixed(given)
+        self._fixed[operation] = how.fixed
         return how.run(self.step, *given, **settings)
 
     @property
@@ -330,15 +316,6 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-def _always(given: Sequence[Any]) -> bool:
-    return True
-
-
-def _fits(given: Sequence[Any]) -> bool:
-    _, query, key, value, *_ = given
-    return fla_chunks.fits(query, key, value)
-
-
 @dataclass(frozen=True)
 class Operation:
     """An operation as a device runs it."""
@@ -346,16 +323,15 @@ class Operation:
     run: Callable[..., Tensor]  # (step, views and inputs, **settings)
     shape: int  # which of the inputs has the output's shape
     dtype: int  # which has its dtype
-    fixed: Callable[[Sequence[Any]], bool] = lambda given: False
-    """Whether chunks of any lengths are the same launches, by the view and the inputs."""
+    fixed: bool = False  # chunks of any lengths are the same launches, and a graph of them was seen to be right
 
 
 OPERATIONS: Mapping[str, Operation] = {
-    "causal_conv": Operation(_conv, 0, 0, _always),
+    "causal_conv": Operation(_conv, 0, 0, fixed=True),
     "gated_delta_rule": Operation(partial(_delta, gated_delta_rule), 2, 0),
     "kimi_delta_rule": Operation(partial(_delta, kimi_delta_rule), 2, 0),
-    "ssd": Operation(_ssd, 2, 2, _always),
-    "lightning_attention": Operation(_lightning, 2, 2, _always),
+    "ssd": Operation(_ssd, 2, 2, fixed=True),
+    "lightning_attention": Operation(_lightning, 2, 2, fixed=True),
     "selective_scan": Operation(_scan, 0, 0),
     "rglru": Operation(_rglru, 0, 0),
 }
@@ -366,7 +342,7 @@ _RULES = {"gated_delta_rule": gated_delta_rule, "kimi_delta_rule": kimi_delta_ru
 LIBRARY: Mapping[str, Operation] = {
     **OPERATIONS,
     **{
-        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)), fixed=_fits)
+        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)))
         for name, rule in _RULES.items()
     },
 }
