@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ import torch
 from tests.kernels.library import stand_ins
 from torch import Tensor
 
-from isthmus.errors import ConfigError
 from isthmus.kernels import fla_chunks
 from isthmus.kernels.fla_chunks import CHUNK, pack
 from isthmus.kernels.states import Int64, state_view
@@ -147,18 +148,28 @@ def test_what_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla_chunks, "version", lambda: version)
     assert chunk_library(torch.bfloat16) == "fla-core 0.6.0"
     assert chunk_library(torch.float32) == "torch (fla-core is not for float32)"
-    assert chunk_library(torch.bfloat16, "torch") == "torch"
-    assert DeviceStates({}, "fla")._operations is LIBRARY
-    assert DeviceStates({}, "torch")._operations is OPERATIONS
-    assert DeviceStates({})._operations is OPERATIONS, "no GPU"
     version = "0.9.1"
     assert chunk_library(torch.bfloat16) == "torch (fla-core 0.9.1 is not one of 0.5, 0.6: pip install 'isthmus[fla]')"
     version = None
     assert chunk_library(torch.bfloat16) == "torch (fla-core is not installed: pip install 'isthmus[fla]')"
-    with pytest.raises(ConfigError, match="fla-core is not installed"):
-        chunk_library(torch.bfloat16, "fla")
-    with pytest.raises(ConfigError, match="fla-core is not installed"):
-        DeviceStates({}, "fla")
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "version", "operations"),
+    [
+        (True, "0.6.0", LIBRARY),
+        (True, "0.5.2", LIBRARY),
+        (True, "0.9.1", OPERATIONS),
+        (True, None, OPERATIONS),
+        (False, "0.6.0", OPERATIONS),
+    ],
+)
+def test_the_library_is_used_where_it_can_be(
+    on_gpu: bool, version: str | None, operations: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fla_chunks, "version", lambda: version)
+    view: Any = SimpleNamespace(is_cuda=on_gpu)
+    assert DeviceStates({0: {"recurrent": view}})._operations is operations
 
 
 needs_library = pytest.mark.skipif(fla_chunks.version() is None, reason="fla-core is not installed (isthmus[fla])")

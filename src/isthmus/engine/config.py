@@ -270,12 +270,6 @@ class DeviceConfig(Checked):
         default="auto",
         choices=("auto", "triton", "torch"),
     )
-    state_chunks: str = setting(
-        "--state-chunks",
-        "who computes prompts of gated delta nets and KDA on a GPU; auto: fla-core where it is installed, else torch",
-        default="auto",
-        choices=("auto", "fla", "torch"),
-    )
     enforce_eager: bool = setting(
         "--enforce-eager",
         "no CUDA graphs and no compiled layers: starts faster, runs slower",

@@ -106,7 +106,6 @@ class DeviceRunner:
         *,
         graphs: Mapping[bool, Sequence[int]],
         poison: bool = False,
-        state_chunks: str = "auto",
     ) -> None:
         self.model, self.layout, self.arena = model, layout, arena
         self.device = arena.device
@@ -146,7 +145,7 @@ class DeviceRunner:
             if owner == layer
         }
         self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspaces, self._targets)
-        self._states = DeviceStates(state_views(arena, layout.groups), state_chunks)
+        self._states = DeviceStates(state_views(arena, layout.groups))
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}
         self._last = self._zeros(max_num_seqs + 1)  # sampled last, by row; one row more for padding

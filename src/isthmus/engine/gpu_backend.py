@@ -61,7 +61,7 @@ class GpuBackend:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
         self.described = str(prepare(model, compiled=self._graphs))
         if any(group.kind == "state" for group in layout.groups):
-            self.described += f", chunks of states by {chunk_library(model.dtype, config.device.state_chunks)}"
+            self.described += f", chunks of states by {chunk_library(model.dtype)}"
         self.footprint = self._measure(laps)
         self.graph_bytes = self.footprint.graphs
 
@@ -112,7 +112,6 @@ class GpuBackend:
             self._eos,
             graphs=graphs,
             poison=self._config.memory.check_memory == "full",
-            state_chunks=self._config.device.state_chunks,
         )
 
     def _measure(self, laps: Laps) -> Footprint:

@@ -84,9 +84,13 @@ def version() -> str | None:
         return None
 
 
-def known(version: str) -> bool:
-    """Is it one of `VERSIONS`?"""
-    return ".".join(version.split(".")[:2]) in VERSIONS
+def missing() -> str | None:
+    """Why its functions cannot be used here; None: they can."""
+    found, how = version(), "pip install 'isthmus[fla]'"
+    if found is None:
+        return f"fla-core is not installed: {how}"
+    known = ".".join(found.split(".")[:2]) in VERSIONS
+    return None if known else f"fla-core {found} is not one of {', '.join(VERSIONS)}: {how}"
 
 
 @cache

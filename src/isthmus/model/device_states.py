@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isthmus.errors import ConfigError
 from isthmus.kernels import fla_chunks
 from isthmus.kernels.causal_conv_decode import causal_conv_decode
 from isthmus.kernels.causal_conv_varlen import causal_conv_varlen
@@ -138,18 +137,13 @@ class DeviceStates:
     """What mixers read and write, for one executor (`isthmus.model.mixers.base.Mix`).
 
     `step` changes with every step; everything else stays, so that compiled layers and captured graphs stay valid.
-
-    Args:
-        views: by layer and part.
-        chunks: whose kernels compute sequences with several tokens, one of `CHUNKS`.
     """
 
-    def __init__(self, views: Views, chunks: str = "auto") -> None:
+    def __init__(self, views: Views) -> None:
         self.step: DeviceStep | None = None
         self._views = views
         on_gpu = any(view.is_cuda for parts in views.values() for view in parts.values())
-        wanted = chunks == "fla" or (chunks == "auto" and on_gpu)
-        self._operations = LIBRARY if wanted and _missing(chunks) is None else OPERATIONS
+        self._operations = LIBRARY if on_gpu and fla_chunks.missing() is None else OPERATIONS
         self._fixed: dict[str, bool] = {}  # by operation, as layers asked for it
         self.handle = torch.tensor(id(self), device="cpu")  # unique among those alive
         _alive[id(self)] = self
@@ -220,18 +214,11 @@ def _delta(
     rule: Callable[..., Tensor],
     step: DeviceStep,
     view: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
+    *inputs: Tensor,
 ) -> Tensor:
     """As `rule`, one of the delta rules."""
-    query, key, value, decay, beta = (_by_token(x) for x in (query, key, value, decay, beta))
-    if step.only_decodes:
-        out = value.new_empty(value.shape, dtype=query.dtype)
-    else:
-        out = rule(step.of_chunks, view, query, key, value, decay, beta)
+    query, key, value, decay, beta = given = [_by_token(x) for x in inputs]
+    out = value.new_empty(value.shape, dtype=query.dtype) if step.only_decodes else rule(step.of_chunks, view, *given)
     gated_delta_decode(view, *step.lanes, query, key, value, decay, beta, out)
     return out
 
@@ -241,17 +228,12 @@ def _by_library(
     ours: Callable[..., Tensor],
     step: DeviceStep,
     view: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
+    *given: Tensor,
 ) -> Tensor:
     """As `ours`, the rule of that name, of sequences with several tokens; the library's where it takes such numbers."""
-    if not fla_chunks.fits(query, key, value):
-        return ours(step, view, query, key, value, decay, beta)
-    forward = fla_chunks.forwards()[name]
-    return fla_chunks.library_rule(forward, step.packed, view, query, key, value, decay, beta)
+    if not fla_chunks.fits(*given[:3]):
+        return ours(step, view, *given)
+    return fla_chunks.library_rule(fla_chunks.forwards()[name], step.packed, view, *given)
 
 
 def _ssd(
@@ -348,33 +330,13 @@ LIBRARY: Mapping[str, Operation] = {
 }
 """The same with chunks by fla-core, as far as it has them."""
 
-CHUNKS = ("auto", "fla", "torch")
-"""Whose kernels: fla-core's, our own tensor operators, or on a GPU the first of the two that is there."""
 
-
-def chunk_library(dtype: torch.dtype, chunks: str = "auto") -> str:
-    """Who computes chunks of the delta rules on a GPU, for the log. ConfigError where nobody can.
-
-    dtype: of the model.
-    """
-    if chunks == "torch":
-        return "torch"
-    missing = _missing(chunks)
+def chunk_library(dtype: torch.dtype) -> str:
+    """Who computes chunks of the delta rules on a GPU for a model in `dtype`, for the log."""
+    missing = fla_chunks.missing()
     if missing is None and dtype not in fla_chunks.DTYPES:
         missing = f"fla-core is not for {str(dtype).removeprefix('torch.')}"
     return f"fla-core {fla_chunks.version()}" if missing is None else f"torch ({missing})"
-
-
-def _missing(chunks: str) -> str | None:
-    """Why chunks cannot be fla-core's; None: they can. ConfigError where they must be."""
-    version = fla_chunks.version()
-    if version is not None and fla_chunks.known(version):
-        return None
-    which = f"one of {', '.join(fla_chunks.VERSIONS)}" if version else "installed"
-    missing = f"fla-core {version or ''} is not {which}: pip install 'isthmus[fla]'".replace("  ", " ")
-    if chunks == "fla":
-        raise ConfigError(missing)
-    return missing
 
 
 def _state(
