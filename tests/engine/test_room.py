@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.room import Room
-from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.scheduler import TOGETHER, Scheduler
 from isthmus.engine.sequence import Request, Sequence
 from isthmus.memory import Pool
 from isthmus.params import SamplingParams
@@ -21,7 +21,9 @@ PAGES = 100  # of full attention; a page holds 64 bytes
 LONG = (320, 20)  # 85 pages at its end; by the rule it must be able to stay for 320 / 16 = 20 steps
 
 
-def scheduler_of(pool: Pool, cap: int | None = None, *, prefix_caching: bool = False) -> Scheduler:
+def scheduler_of(
+    pool: Pool, cap: int | None = None, *, prefix_caching: bool = False, together: int = TOGETHER
+) -> Scheduler:
     return Scheduler(
         pool,
         SchedulerConfig(8, 1024),
@@ -29,6 +31,7 @@ def scheduler_of(pool: Pool, cap: int | None = None, *, prefix_caching: bool = F
         eos_token_ids=[EOS],
         max_cached_tokens=cap,
         prefix_caching=prefix_caching,
+        together=together,
     )
 
 
@@ -142,8 +145,8 @@ def test_who_fits_beside_nobody_runs_when_it_is_the_oldest(shape: str, monkeypat
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_outlook_is_what_comes_to_pass(shape: str, prefix_caching: bool) -> None:
-    scheduler = scheduler_of(Pool(1 << 20, groups(PAGE, *SHAPES[shape])), prefix_caching=prefix_caching)
-    scheduler.together = 1  # pages come when they are needed
+    pool = Pool(1 << 20, groups(PAGE, *SHAPES[shape]))
+    scheduler = scheduler_of(pool, prefix_caching=prefix_caching, together=1)  # pages come when they are needed
     for prompt in (3, 17, 50):
         ask(scheduler, prompt, 200)
     step(scheduler)

@@ -146,6 +146,25 @@ def test_ends_of_a_row_are_those_of_its_sequence() -> None:
     assert second.sequences[0].output == tokens
 
 
+@pytest.mark.parametrize("others", [0, 7, 8, 5000])
+def test_any_number_of_stop_tokens(others: int) -> None:
+    """All of them end a sequence; what a client asks for does not make the arrays of all rows larger."""
+    world = World("full", 4, 6, 60)
+    before = world.scheduler.running.at._ends.nbytes
+    tokens = expected([1, 2, 3], 12)
+    stops = [*range(1000, 1000 + others), tokens[3]]
+    request = Request("first", [1, 2, 3], SamplingParams(max_tokens=12, min_tokens=2, stop_token_ids=stops))
+    late = Request("late", [1, 2, 3], SamplingParams(max_tokens=12, min_tokens=12, stop_token_ids=stops))
+    for one in (request, late):
+        world.scheduler.add(one)
+    while world.scheduler.has_work:
+        world.step()
+    assert request.sequences[0].output == tokens[: tokens.index(tokens[3], 1) + 1]
+    assert request.sequences[0].stop_reason == tokens[3]
+    assert late.sequences[0].output == tokens
+    assert world.scheduler.running.at._ends.nbytes == before
+
+
 # -- pages together ----------------------------------------------------------------------------------------------
 
 

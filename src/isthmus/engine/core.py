@@ -20,7 +20,7 @@ from isthmus.engine.detokenize import Detokenizer, TextDecoder
 from isthmus.engine.grammar import Follower, Grammars
 from isthmus.engine.output import CompletionOutput, PromptLogprobs, RequestOutput, TokenLogprob
 from isthmus.engine.sanitizer import Sanitizer
-from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.scheduler import TOGETHER, Scheduler
 from isthmus.engine.sequence import Request
 from isthmus.engine.sequence import Sequence as Seq
 from isthmus.engine.step import Executor, Launched, Result, Sampled, Step
@@ -82,11 +82,12 @@ class Engine:
             max_cached_tokens=max_cached_tokens,
             prefix_caching=prefix_caching,
             page_size=page_size,
+            # The sanitiser wants to see a page used when somebody gets it.
+            together=TOGETHER if check_memory == "off" else 1,
         )
         self.sanitizer: Sanitizer | None = None
         if check_memory != "off":
             self.sanitizer = Sanitizer(executor, self.scheduler, full=check_memory == "full")
-            self.scheduler.together = 1  # it wants to see a page used when somebody gets it
         self.executor: Executor = self.sanitizer or executor
         self.failure: BaseException | None = None  # what broke the executor; nothing is served after it
         self._faulty: list[RequestOutput] = []  # of requests that a fault of memory has ended, not reported

@@ -146,11 +146,11 @@ class DevicePlan:
         start, past = step.query_start[:-1], step.past
         counts = step.query_start[1:] - start
         assert len(counts) > 0
-        decode = len(step.tokens) == len(counts)  # one each, as none has fewer
+        assert counts.min() > 0
+        decode = len(step.tokens) == len(counts)
         sequence_of = np.arange(len(counts), dtype=np.int32)
         positions = past
         if not decode:
-            assert counts.min() > 0
             sequence_of = np.repeat(sequence_of, counts)
             positions = np.arange(len(step.tokens), dtype=np.int32) + np.repeat(past - start, counts)
         index, value = _table_writes(step, tables)

@@ -29,7 +29,7 @@ from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, 
 from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
-from isthmus.engine.padding import padding_items, padding_tiles
+from isthmus.engine.padding import ALIGN, padding_items, padding_tiles
 from isthmus.engine.step import Result, Results, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head_tiles, prefill_tile
 from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
@@ -41,7 +41,6 @@ from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
 
 _PROGRAMS_PER_CORE = 2  # of a decode
-_ALIGN = 8  # tokens: a flat batch with prefill chunks is padded to a multiple, which matrix products like
 _WRITES = 1 << 11  # of table entries that a step of decodes makes, but for very few
 _PACKED_BYTES = 4 << 20  # of a step's arrays that are not a graph's, before they take a copy of their own
 _SCORE_BYTES = 256 << 20  # of float32 logits at a time
@@ -157,7 +156,7 @@ class DeviceRunner:
         self._fixed: dict[int, Mapping[str, Tensor]] = {}  # views of the places of decodes alone, by size
         fixed = max((layout.nbytes for layout in self._places.values()), default=0)
         self._packer = Packer(self.device, fixed + _PACKED_BYTES)
-        most = max(max_num_batched_tokens + _ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
+        most = max(max_num_batched_tokens + ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
         self._slots = {name: self._zeros(most, dtype=torch.int64) for name in self._tokens}
         self._lanes = torch.arange(most, device=self.device)
         if graphs:
@@ -212,7 +211,7 @@ class DeviceRunner:
         wanted = _array([sample.index for sample in step.samples])
         graph = self._graph_of(plan)
         if self._mixed is None or graph is None:
-            size = -(-len(step.tokens) // _ALIGN) * _ALIGN
+            size = -(-len(step.tokens) // ALIGN) * ALIGN
             plan = plan.padded(size)
             views = self._upload(plan, size, wanted=wanted)
             slots = {name: slots[:size] for name, slots in self._slots.items()}

@@ -19,6 +19,7 @@ from isthmus.engine.config import EngineConfig
 from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.graphs import lane_counts, token_counts
 from isthmus.engine.laps import Laps
+from isthmus.engine.padding import ALIGN
 from isthmus.engine.step import BlockWrites, Executor, SampleRow, ScoreSpan, Step
 from isthmus.errors import ModelError
 from isthmus.memory import Delta, Pool
@@ -29,7 +30,6 @@ from isthmus.model.device_states import chunk_library
 from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
-_PADDING = 8  # tokens: what matrix products like their number to be a multiple of
 _GRAPH_BYTES = 8 << 20  # that the driver keeps of one graph, with room to spare
 
 
@@ -94,7 +94,7 @@ class GpuBackend:
             most = scheduler.max_num_batched_tokens
             sizes[False] = token_counts(most)
             if any(group.kind == "state" for group in self._layout.groups) and sizes[False][-1] == most:
-                sizes[False] += (most + _PADDING,)  # with states a token is padding's, see `ChunkPlaces`
+                sizes[False] += (most + ALIGN,)  # with states a token is padding's, see `ChunkPlaces`
         return sizes
 
     def _runner(

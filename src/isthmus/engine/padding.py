@@ -7,6 +7,9 @@ from numpy.typing import NDArray
 
 from isthmus.kernels.plan import FIELDS
 
+ALIGN = 8
+"""Tokens: matrix products like their number to be a multiple."""
+
 Int32 = NDArray[np.int32]
 
 

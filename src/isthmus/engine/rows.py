@@ -20,6 +20,7 @@ FAR = 1 << 62
 """Behind every token."""
 
 _FRESH = 64  # tokens of a row at most that its sequence has not gathered
+_ENDS = 8  # tokens that may end a sequence, as far as they are looked for in all rows at once
 
 
 class Rows:
@@ -38,7 +39,8 @@ class Rows:
         self.owner = np.zeros(num_rows, np.int64)
         self._gathered = np.zeros(num_rows, np.int64)  # tokens that its sequence has itself
         self._fresh = np.zeros((num_rows, _FRESH), np.int32)
-        self._ends = np.zeros((num_rows, 0), np.int32)  # tokens that may end it, -1 where there are fewer
+        self._ends = np.full((num_rows, _ENDS), -1, np.int32)  # tokens that may end it
+        self._many = np.zeros(num_rows, np.bool_)  # more tokens than those may: any token is one, for all that is known
         self._cuts = np.zeros((2, num_rows), np.int64)  # where its chunks end besides, ascending; 0: nowhere
         self._stays = 0
 
@@ -66,10 +68,9 @@ class Rows:
         self.known[row] = self._gathered[row] = length
         self.told[row] = told
         self._cuts[:, row] = (0, 0, *cuts)[-2:]
-        if len(ends) > self._ends.shape[1]:
-            self._ends = np.pad(self._ends, ((0, 0), (0, len(ends) - self._ends.shape[1])), constant_values=-1)
-        self._ends[row] = -1
-        self._ends[row, : len(ends)] = list(ends)
+        self._ends[row], self._many[row] = -1, len(ends) > _ENDS
+        if not self._many[row]:
+            self._ends[row, : len(ends)] = list(ends)
 
     def give(self, row: int) -> None:
         """Its sequence runs no more."""
@@ -82,9 +83,8 @@ class Rows:
         places = known - self._gathered[rows]
         self._fresh[rows, places] = tokens
         self.known[rows] = known + 1
-        over: Bool = known >= self.most_cached[rows]
-        if self._ends.shape[1]:
-            over |= (self._ends[rows] == tokens[:, None]).any(1)
+        over: Bool = (known >= self.most_cached[rows]) | self._many[rows]
+        over |= (self._ends[rows] == tokens[:, None]).any(1)
         return over, places == _FRESH - 1
 
     def gather(self, row: int) -> list[int]:

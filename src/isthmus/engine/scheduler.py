@@ -56,7 +56,7 @@ from isthmus.engine.step import Result, Results, Step
 from isthmus.memory import Plan, Pool
 from isthmus.params import RequestError
 
-_TOGETHER = 4  # steps
+TOGETHER = 4  # steps
 
 
 @dataclass
@@ -100,6 +100,8 @@ class Scheduler:
         prefix_caching: keep full pages of sequences that ended, for others that start with the same tokens.
         page_size: tokens between two boundaries that cached prefixes can end at; None: the token groups' page. Another
             one only in a model of states alone, which has no such groups.
+        together: so many steps' pages are had and shared at once while all decode; 1: each when it is needed. Fewer
+            where a window passes a page in less.
         clock: seconds, for receipts alone.
     """
 
@@ -113,6 +115,7 @@ class Scheduler:
         max_cached_tokens: int | None = None,
         prefix_caching: bool = False,
         page_size: int | None = None,
+        together: int = TOGETHER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -129,9 +132,7 @@ class Scheduler:
         self.placement = Placement(pool, config.max_num_seqs, self.cache)
         self._sharing = Sharing(self.cache, self.placement) if self.cache is not None else None
         windows = (max(1, group.window - 1) for group in pool.groups.values() if group.window is not None)
-        self.together = min(_TOGETHER, *windows, _TOGETHER)
-        """So many steps' pages are had and shared at once while all decode (no window passes one in that time); 1: each
-        when it is needed."""
+        self._together = min([together, *windows])
         self._room = Room(pool, self.placement, self.cache, self._page_size, max_cached_tokens)
         self.clock = clock
         self._arrivals = 0
@@ -361,11 +362,11 @@ class Scheduler:
     def _look_ahead(self, chunks: Int64) -> tuple[Plan, Growth, Int64] | None:
         """While all decode and nobody waits, pages are had for some steps at once, where there is room for that: it is
         cheaper together. None: this is no step for it."""
-        if self.waiting or self.counters.steps % self.together or not len(chunks) or (chunks != 1).any():
+        if self.waiting or self.counters.steps % self._together or not len(chunks) or (chunks != 1).any():
             return None
         rows, past = self.running.rows, self.running.past
         left = self.running.at.most_cached[rows] - past
-        growth = self.placement.growth(rows, past, np.minimum(left, self.together))
+        growth = self.placement.growth(rows, past, np.minimum(left, self._together))
         plan = self._room.plan(growth.demand, evict=False)
         return (plan, growth, chunks) if isinstance(plan, Plan) else None
 
@@ -397,11 +398,8 @@ class Scheduler:
     def _end(self, sequence: Seq, token: int) -> tuple[FinishReason, int | None] | None:
         """Why the sequence is complete with its newest token, or None."""
         params = sequence.request.params
-        if len(sequence.output) >= params.min_tokens:
-            if token in self._eos and not params.ignore_eos:
-                return "stop", None
-            if token in params.stop_token_ids:
-                return "stop", token
+        if token in sequence.ends and len(sequence.output) >= params.min_tokens:
+            return "stop", None if token in self._eos and not params.ignore_eos else token
         return ("length", None) if len(sequence.output) >= sequence.limit else None
 
     # -- inside: pages and bookkeeping ----------------------------------------------------------------------
@@ -497,7 +495,7 @@ class Scheduler:
         if self._sharing is None or not self.running:
             return
         chunked = flight is not None and len(flight.step.tokens) > len(flight.step.rows)
-        if chunked or self.waiting or self.counters.steps % self.together == self.together // 2:
+        if chunked or self.waiting or self.counters.steps % self._together == self._together // 2:
             rows, at = self.running.rows, self.running.at
             behind = self.placement.to_share(rows, np.minimum(at.past[rows], at.known[rows]))
             if len(behind):

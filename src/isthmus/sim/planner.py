@@ -51,10 +51,10 @@ class Planner(Scheduler):
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             page_size=page_size,
+            together=1,  # steps that are coasted are none of those that would count
             clock=clock,
         )
         self._output_token = output_token
-        self.together = 1  # steps that are coasted are none of those that would count
         self._windows = [kind_of(g, keep_boundary=prefix_caching) for g in pool.groups.values() if g.kind == "window"]
         self._settled: object = None  # what the pool looked like when the last step was committed
         if snapshots is None:
