@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What an argument may abbreviate: nothing. `allow_abbrev` says so for flags with two dashes alone."""
+        return []
+
     def error(self, message: str) -> NoReturn:
         """One line, where `--help` lies, exit code 2."""
         self.exit(2, f"isthmus: error: {message} (see {self.prog} --help)\n")

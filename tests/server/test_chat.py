@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.engine.toy_tokenizers import byte_level
 from tests.server.running import Server
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello"}]
@@ -47,12 +48,14 @@ def test_a_chat_is_the_completion_of_its_template(server: Server, folder: Path) 
 
 
 BIAS = {"logit_bias": {"64": 100}}  # the letter a
+EOS = {"logit_bias": {str(byte_level().token_to_id("<eos>")): 100}}
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.4}, {"top_p": 0.3}, {"seed": 8}, {"n": 3}, BIAS | {"stop": ["\x01", "aa"]},
     {"frequency_penalty": 2.0}, {"presence_penalty": -2.0}, BIAS, {"top_k": 3}, {"min_p": 0.2},
-    {"repetition_penalty": 20.0}, {"ignore_eos": True},
+    {"repetition_penalty": 20.0}, EOS | {"ignore_eos": True},
     BIAS | {"stop_token_ids": [64]}, BIAS | {"stop_token_ids": [64], "min_tokens": 4},
-    BIAS | {"stop": "aaa", "include_stop_str_in_output": True}, {"skip_special_tokens": False}, {"cache_salt": "mine"},
+    BIAS | {"stop": "aaa", "include_stop_str_in_output": True},
+    EOS | {"ignore_eos": True, "skip_special_tokens": False},
 ]  # fmt: skip
 
 
@@ -62,6 +65,16 @@ def test_fields_mean_in_a_chat_what_they_mean_in_a_completion(
     server: Server, fields: dict[str, Any], stream: bool
 ) -> None:
     """Each through the real client, whole and as a stream; what they mean is tested with completions."""
+    assert answer_of(server, fields) == answer_of(server, fields, chat=True, stream=stream)
+    *_, last = fields
+    others = {name: value for name, value in fields.items() if name != last}
+    assert answer_of(server, fields) != answer_of(server, others), f"{last} makes no difference: nothing is shown"
+
+
+def answer_of(
+    server: Server, fields: dict[str, Any], *, chat: bool = False, stream: bool = False
+) -> list[tuple[str, str]]:
+    """Texts and why they ended, of a completion of the chat's tokens or of the chat."""
     ids = server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     body = {"seed": 5, "max_tokens": 20, "temperature": 1.0} | fields
     own = set(body) - {"temperature", "top_p", "seed", "n", "stop", "frequency_penalty", "presence_penalty"}
@@ -69,18 +82,33 @@ def test_fields_mean_in_a_chat_what_they_mean_in_a_completion(
         "model": "tiny",
         "extra_body": {name: body.pop(name) for name in own if name != "max_tokens"},
     } | body
-    want = server.openai.completions.create(prompt=ids, **options)
+    if not chat:
+        want = server.openai.completions.create(prompt=ids, **options)
+        return [(choice.text, choice.finish_reason) for choice in want.choices]
     if not stream:
-        chat = server.openai.chat.completions.create(messages=MESSAGES, **options)
-        found = [(choice.message.content, choice.finish_reason) for choice in chat.choices]
-    else:
-        texts, reasons = [""] * len(want.choices), [""] * len(want.choices)
-        for chunk in server.openai.chat.completions.create(messages=MESSAGES, stream=True, **options):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-                reasons[choice.index] = choice.finish_reason or ""
-        found = list(zip(texts, reasons, strict=True))
-    assert found == [(choice.text, choice.finish_reason) for choice in want.choices]
+        whole = server.openai.chat.completions.create(messages=MESSAGES, **options)
+        return [(choice.message.content, choice.finish_reason) for choice in whole.choices]
+    count = fields.get("n", 1)
+    texts, reasons = [""] * count, [""] * count
+    for chunk in server.openai.chat.completions.create(messages=MESSAGES, stream=True, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    return list(zip(texts, reasons, strict=True))
+
+
+def test_a_chat_shares_its_cache_with_those_of_its_salt(server: Server) -> None:
+    messages = [{"role": "user", "content": "a long story, told to nobody else before: " + "and then " * 8}]
+
+    def cached(**fields: Any) -> int:
+        body = {"messages": messages, "max_tokens": 2} | fields
+        usage = server.http.post("/v1/chat/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") > 0
+    assert cached(cache_salt="yours") == 0
+    assert cached() == 0
 
 
 def test_parts_and_developers_and_no_limit(server: Server) -> None:

@@ -66,6 +66,13 @@ def test_flags_of_other_engines(flags: list[str], name: str, value: object) -> N
     assert parse("demo", *flags)[name] == value
 
 
+@pytest.mark.parametrize("flag", ["-t", "-tp1", "--tensor-parallel", "--po"])
+def test_nothing_is_abbreviated(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("demo", flag, "1")
+    assert f"unrecognized arguments: {flag} 1" in capsys.readouterr().err
+
+
 def test_every_setting_is_explained_and_they_are_few() -> None:
     assert all(setting.help and setting.flag.startswith("--") for _, setting, _ in settings(ServerConfig))
     assert len(engine_settings(ServerConfig)) <= 32

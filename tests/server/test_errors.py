@@ -110,8 +110,10 @@ def test_bodies_that_are_no_requests(server: Server) -> None:
         (b'["a"]', "application/json", "not a JSON object"),
         (b'{"prompt": "a"}', "application/x-www-form-urlencoded", "Content-Type: application/json"),  # curl -d alone
         (b"prompt=a", "text/plain", "Content-Type: application/json"),
+        (b"", "application/json", "the body is empty"),
     ):
         check(server.http.post("/v1/completions", content=content, headers={"content-type": kind}), 400, None, word)
+    check(server.http.post("/v1/completions", json={"prompt": "a", "": 1}), 400, "", '"" is not known to this server')
     check(server.http.get("/v1/nothing"), 404, None, "/v1/nothing")
     check(server.http.get("/v1/completions"), 405, None)
 

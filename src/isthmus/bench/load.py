@@ -162,7 +162,7 @@ async def _read(response: aiohttp.ClientResponse, ask: Ask, answer: Answer) -> N
         for choice in chunk["choices"]:
             answer.pieces.append(time.perf_counter())
             answer.text += choice["text"]
-            if ask.is_counted:
+            if ask.is_counted and choice["logprobs"] is not None:
                 answer.received += len(choice["logprobs"]["tokens"])
         if ask.hang_up_after is not None and len(answer.pieces) >= ask.hang_up_after:
             answer.hung_up = True

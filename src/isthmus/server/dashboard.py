@@ -104,6 +104,10 @@ class Broadcast:
             watcher.news.set()
 
 
+_FAREWELL = 1.0
+"""Seconds in which a connection that was cut is noticed, so that its end is not taken for an answer that broke off."""
+
+
 class Stream(Response):
     """Frames to one watcher until it leaves, is too slow, or the server stops."""
 
@@ -121,7 +125,7 @@ class Stream(Response):
             if sender.done() and not sender.result():
                 logger.info("a dashboard that took nothing for %g s was dropped", self._broadcast.patience)
                 cut(scope)
-                await left
+                await asyncio.wait([left], timeout=_FAREWELL)
         finally:
             self._broadcast.leave(watcher)
             for task in (sender, left):

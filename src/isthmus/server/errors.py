@@ -116,7 +116,8 @@ def _from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     """The first of pydantic's errors that leads deepest into the body: for a union, the alternative that was meant."""
     depth = [len(_path(error, body)) for error in errors]
     first = errors[depth.index(max(depth))]
-    param = ".".join(_path(first, body)) or None
+    path = _path(first, body)
+    param = ".".join(path) if path else None
     kind, message = first["type"], str(first["msg"])
     named = getattr(first.get("ctx", {}).get("error"), "param", None)  # the field that a check of the model names
     if named is not None:
@@ -124,17 +125,20 @@ def _from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     if kind == "json_invalid":
         reason, place = first.get("ctx", {}).get("error", message), first["loc"][-1]
         return bad_request(f"the body is not JSON: {reason} at character {place}")
+    if param is None and body is None:
+        return bad_request("the body is empty: send a JSON object")
     if param is None and isinstance(body, bytes):
         return bad_request("the body is not sent as JSON: add the header Content-Type: application/json")
     if param is None:
         return bad_request("the body is not a JSON object")
+    name = param or '""'
     texts = {
-        "extra_forbidden": f"{param} is not known to this server",
-        "none_required": f"{param} is not supported by this server: leave it out",
-        "missing": f"{param} is missing",
-        "value_error": f"{param}: {message.removeprefix('Value error, ')}",
+        "extra_forbidden": f"{name} is not known to this server",
+        "none_required": f"{name} is not supported by this server: leave it out",
+        "missing": f"{name} is missing",
+        "value_error": f"{name}: {message.removeprefix('Value error, ')}",
     }
-    found = texts.get(kind, f"{param}: {message[:1].lower()}{message[1:]}")
+    found = texts.get(kind, f"{name}: {message[:1].lower()}{message[1:]}")
     return bad_request(found, param, "unknown_parameter" if kind == "extra_forbidden" else None)
 
 

@@ -92,8 +92,10 @@ class Service:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             with self._signals(server):
-                waiting: list[asyncio.Future[Any]] = [ready, serving]
+                waiting: list[asyncio.Future[Any]] = [ready, serving, supervisor]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if not ready.done() and supervisor.done():
+                    supervisor.result()  # it ends by itself only where it fails
                 if ready.done():
                     self._be_ready(ready.result(), listener)
                     await serving
