@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,11 @@ def device(request: pytest.FixtureRequest) -> str:
     """Where a test's kernels run: compiled on a GPU, through Triton's interpreter where there is none."""
     assert isinstance(request.param, str)
     return request.param
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT has its default action, here and in processes that are started, though a shell's `&` had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -148,6 +148,7 @@ def test_logprobs_are_of_the_model(folder: Path, llm: LLM) -> None:
     assert [value.logprob for value in entry.values()] == pytest.approx(want[list(entry)].tolist(), abs=1e-4)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_the_call_after_the_step_and_the_engine_serves_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

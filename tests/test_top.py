@@ -188,13 +188,17 @@ def test_frames_are_shown_no_more_often_than_asked() -> None:
     assert shown == [(0.0, None), (1.0, 0.0), (2.0, 1.0), (0.1, 2.0)]
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_it_quietly() -> None:
     with toy([frame(), frame(1.0)]) as url:
         command = [sys.executable, "-m", "isthmus", "top", "--url", url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("tiny serving"), "in a pipe it prints one picture after another"
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline().startswith("tiny serving"), "in a pipe it prints picture after picture"
+                process.send_signal(signal.SIGINT)
+                _, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()  # or the end of `with` would wait for it without a limit
     assert process.returncode == 130
     assert errors == "isthmus: interrupted\n"

@@ -41,7 +41,7 @@ def test_mamba2(
     ssd_decode(*lanes.on_device(), query, key, value, 3 * dt[..., 0], dt_bias, rate, skip, out, limit=limit)
     given = (lanes.rows(x) for x in (query, key, value, 3 * dt[..., 0]))
     constant = (x.cpu().float() for x in (dt_bias, rate, skip))
-    lanes.check(out, ssd(lanes.step(), lanes.cpu, *given, *constant, limit=limit))
+    lanes.check(out, ssd(lanes.step(), lanes.cpu, *given, *constant, limit=limit), atol=1e-4)
 
 
 def test_step_sizes_are_softplus_to_the_last_digits(device: str) -> None:

@@ -160,16 +160,20 @@ def test_what_cannot_be_is_one_line(toy: Toy, how: str, flags: tuple[object, ...
     assert message in lines[0]
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_stops_the_servers(toy: Toy) -> None:
     """The signal reaches the bench alone, as from a supervisor; the unified server is in the middle of an answer."""
     command = [sys.executable, "-m", "isthmus", *toy.flags("hang")]
     environment = os.environ | {"PYTHONPATH": PATH}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as bench:
-        until(lambda: (toy.folder / "started").exists() and len(toy.started()) == 2)
-        server = toy.started()[1][1]
-        until((toy.folder / "asked").exists)
-        bench.send_signal(signal.SIGINT)
-        _, errors = bench.communicate(timeout=DEADLINE)
+        try:
+            until(lambda: (toy.folder / "started").exists() and len(toy.started()) == 2)
+            server = toy.started()[1][1]
+            until((toy.folder / "asked").exists)
+            bench.send_signal(signal.SIGINT)
+            _, errors = bench.communicate(timeout=DEADLINE)
+        finally:
+            bench.kill()  # or the end of `with` would wait for it without a limit
     assert bench.returncode == 130
     assert errors.strip().endswith("isthmus: interrupted")
     assert not Path(f"/proc/{server}").exists()
