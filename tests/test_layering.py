@@ -26,7 +26,7 @@ ORDER = (
     ("top",),
     ("top_screen",),
     ("top_parts", "top_stream"),
-    ("flags", "env"),
+    ("flags", "env", "progress"),
     ("presets",),
     ("engine",),
     ("model",),

@@ -12,7 +12,6 @@ import itertools
 import logging
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any, TypeAlias
 
 import torch
 from jinja2 import TemplateError
-from tqdm import tqdm
 
 from isthmus import __version__
 from isthmus.engine import capacity, sizing
@@ -38,6 +36,7 @@ from isthmus.memory import ArenaUsage, Journal, JournalError, Pool
 from isthmus.model.layout import derive
 from isthmus.model.source import build_model, resolve
 from isthmus.params import RequestError, SamplingParams
+from isthmus.progress import Progress
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """Text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, the latter two with `"cache_salt"` if wanted: cached
@@ -127,7 +126,7 @@ class LLM:
             index = {name: i for i, name in enumerate(names)}
             results = [_empty(name, job) for name, job in zip(names, batch, strict=True)]
             unfinished = len(results)
-            with _Progress(len(batch), enabled=use_tqdm) as progress:
+            with Progress(len(batch), enabled=use_tqdm) as progress:
                 while unfinished and self.engine.has_work:  # `on_output` may abort requests of its call
                     before = counters.generation_tokens
                     self._step()
@@ -463,40 +462,6 @@ def _whole_step() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:
         raise KeyboardInterrupt
-
-
-class _Progress:
-    """The progress bar: requests done, output tokens per second."""
-
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar = tqdm(
-            total=total, desc="requests", unit="req", disable=None if enabled else True, dynamic_ncols=True
-        )
-        self._start = time.perf_counter()
-        self._tokens = 0
-        self._shown = 0.0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._show()
-        self._bar.close()
-
-    def end(self, requests: int) -> None:
-        """So many are done."""
-        self._bar.update(requests)
-
-    def note(self, tokens: int) -> None:
-        """A step brought so many, to whomever."""
-        self._tokens += tokens
-        if time.perf_counter() - self._shown > 0.2:
-            self._show()
-
-    def _show(self) -> None:
-        self._shown = time.perf_counter()
-        rate = self._tokens / max(1e-9, self._shown - self._start)
-        self._bar.set_postfix_str(f"{rate:,.1f} output tok/s")
 
 
 __all__ = ["LLM", "CompletionOutput", "Message", "Prompt", "RequestOutput", "SamplingParams", "TokenLogprob"]

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from isthmus.server import engine_client, wire
+from isthmus.server.config import ServerConfig
 from isthmus.server.engine_client import EngineClient
 from isthmus.server.metrics import Metrics
+from isthmus.server.serve import Service
 
 INFO = wire.ModelInfo("tiny", "", None, {}, [], 300, 2048, 2)
 REPORT = wire.Report([], [], [], wire.Stats(0, 0, 64, 64, 0, 0, [], 0, 8, 0, 0, 0, 0))
@@ -87,3 +89,19 @@ def test_pauses_double_until_a_life_was_long(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(live())
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, 0.25, 0.5]
+
+
+def test_what_breaks_the_supervisor_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of a port that answers 503 for good."""
+
+    async def break_down(client: EngineClient, ready: object) -> None:
+        raise LookupError("nobody foresaw this")
+
+    monkeypatch.setattr(EngineClient, "supervise", break_down)
+
+    async def serve() -> None:
+        async with asyncio.timeout(60):
+            await Service(ServerConfig(port=0), {}).run()
+
+    with pytest.raises(LookupError, match="nobody foresaw"):
+        asyncio.run(serve())
