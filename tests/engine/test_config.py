@@ -123,5 +123,8 @@ def test_a_default_never_refuses_another_setting() -> None:
     assert config.on("cuda", {"model", "max_num_seqs"}).scheduler.max_num_batched_tokens == 8192
     asked = EngineConfig.build(model="demo", max_num_batched_tokens=512)
     assert asked.on("cuda", {"model", "max_num_batched_tokens"}).scheduler.max_num_batched_tokens == 512
+    small = EngineConfig.build(model="demo", max_num_batched_tokens=100)
+    for config in (small, small.on("cuda", {"model", "max_num_batched_tokens"})):
+        assert config.scheduler.max_num_seqs == 100
     with pytest.raises(ConfigError, match=r"^--max-num-batched-tokens must be at least"):
         EngineConfig.build(model="demo", max_num_seqs=4096, max_num_batched_tokens=2048)

@@ -12,6 +12,7 @@ engine is rebuilt once a pair.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import resource
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace, started: float) -> dict[str, Any]:
         sides["static"], dry = found.walls, {"unified": found.unified_steps, "static": found.steps}
     samples = _measure(llm, batch, sides, args.repeat, use_tqdm=not args.json)
     summary = {name: _summary(of_side) for name, of_side in samples.items()}
-    settings_used = {name: str(value) for name, value in (settings | {"model": llm.name}).items()}
+    sizes = dataclasses.asdict(llm.config.scheduler)  # also where they are the default, which changes
+    settings_used = {name: str(value) for name, value in (sizes | settings | {"model": llm.name}).items()}
     result = next(iter(summary.values())) | _facts(llm, batch) | {"startup_seconds": round(startup, 2)}
     result |= {"settings": settings_used}
     if not args.against_static:

@@ -229,7 +229,7 @@ class MemoryConfig(Checked):
         self._require("static_split", 0 < sum(shares) <= 1 + 1e-9, "shares that sum to at most 1")
 
 
-_BATCHED_TOKENS = 2048
+_SEQS, _BATCHED_TOKENS = 256, 2048
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,10 @@ class SchedulerConfig(Checked):
     """How many sequences run at once and how many tokens one step takes."""
 
     max_num_seqs: int = setting(
-        "--max-num-seqs", "sequences that run at once", default=256, aliases=("--max-running-requests",)
+        "--max-num-seqs",
+        "sequences that run at once; on a GPU the default is 512",
+        default=_SEQS,
+        aliases=("--max-running-requests",),
     )
     max_num_batched_tokens: int = setting(
         "--max-num-batched-tokens",
@@ -281,7 +284,10 @@ class DeviceConfig(Checked):
         self._require_choices()
 
 
-DEVICE_DEFAULTS: Mapping[str, Mapping[str, int]] = {"cpu": {}, "cuda": {"max_num_batched_tokens": 8192}}
+DEVICE_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "cpu": {},
+    "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 512},
+}
 """What is the default on a device, where that is more than the field's own."""
 
 
@@ -300,8 +306,11 @@ class EngineConfig:
 
         ConfigError for a name no layer has. This is what `LLM(**engine_args)`, the command line and YAML share.
         """
-        if type(values.get("max_num_seqs")) is int:  # a default must not be what refuses another setting
+        # A default must not be what refuses another setting.
+        if type(values.get("max_num_seqs")) is int:
             values.setdefault("max_num_batched_tokens", max(_BATCHED_TOKENS, values["max_num_seqs"]))
+        elif type(tokens := values.get("max_num_batched_tokens")) is int and tokens > 0:
+            values.setdefault("max_num_seqs", min(_SEQS, tokens))
         layers: dict[str, dict[str, Any]] = {name: {} for name in LAYERS}
         for name, value in values.items():
             layers[_owner(name)][name] = value
@@ -314,6 +323,8 @@ class EngineConfig:
             owner = _owner(name)
             if name not in given:
                 config = layers.get(owner, getattr(self, owner))
+                if name == "max_num_seqs":
+                    value = min(value, config.max_num_batched_tokens)
                 layers[owner] = dataclasses.replace(config, **{name: max(value, getattr(config, name))})
         return dataclasses.replace(self, **layers)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.engine.config import DEVICE_DEFAULTS, SchedulerConfig, parse_size
+from isthmus.engine.config import EngineConfig, parse_size
 from isthmus.errors import ConfigError
 from isthmus.sim.arrivals import Arrival, synthetic
 from isthmus.sim.machine import Machine
@@ -178,7 +178,7 @@ def setup_of(result: Mapping[str, Any], model: Model) -> Setup:
     settings = result["settings"]
     device = "cuda" if result["environment"].get("device") else "cpu"
     given = {n: parse_size(settings[n]) for n in ("max_num_seqs", "max_num_batched_tokens") if n in settings}
-    config = SchedulerConfig(**(dict(DEVICE_DEFAULTS[device]) | given))
+    config = EngineConfig.build(model=model.name, **given).on(device, given).scheduler
     return Setup(model, NOWHERE, int(result.get("pool_bytes", _PLENTY)), config)
 
 

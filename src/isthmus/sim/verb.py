@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from isthmus.sim.workload import Workload
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
-_BATCHED_TOKENS = {"cpu": 2048}  # as on such a device
-_GPU_TOKENS = 8192
 
 
 def add_parser(verbs: argparse._SubParsersAction[Parser]) -> None:
@@ -82,7 +80,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--page-size", type=_count, default=16, metavar="N", help="tokens per page (default 16)")
     group.add_argument("--max-model-len", type=parse_size, metavar="N", help="most tokens of a request")
-    group.add_argument("--max-num-seqs", type=_count, default=256, metavar="N", help="at once (default 256)")
+    group.add_argument("--max-num-seqs", type=_count, metavar="N", help="at once (default as in serve)")
     group.add_argument(
         "--max-num-batched-tokens", type=parse_size, metavar="N", help="of one step (default as in serve)"
     )
@@ -214,14 +212,17 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _setup(args: argparse.Namespace, loaded: Loaded, machine: Machine) -> Setup:
+    from isthmus.engine.config import EngineConfig  # noqa: PLC0415
     from isthmus.sim.simulation import Setup  # noqa: PLC0415
 
-    tokens = args.max_num_batched_tokens or max(_BATCHED_TOKENS.get(args.machine, _GPU_TOKENS), args.max_num_seqs)
+    sizes = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    config = EngineConfig.build(model=loaded.model.name, **given).on("cpu" if args.machine == "cpu" else "cuda", given)
     return Setup(
         loaded.model,
         machine,
         loaded.arena_bytes,
-        SchedulerConfig(args.max_num_seqs, tokens),
+        config.scheduler,
         prefix_caching=not args.no_enable_prefix_caching,
         snapshots=args.snapshots,
         max_model_len=args.max_model_len,
