@@ -11,7 +11,7 @@ from tests.kernels.lanes import Lanes
 
 from isthmus.kernels.causal_conv_decode import causal_conv_decode
 from isthmus.kernels.gated_delta import gated_delta_rule
-from isthmus.kernels.gated_delta_decode import gated_delta_decode
+from isthmus.kernels.gated_delta_decode import TILE, Tile, gated_delta_decode
 from isthmus.kernels.kda import kimi_delta_rule
 from isthmus.kernels.states import causal_conv
 
@@ -24,6 +24,18 @@ SHAPES = [(2, 6, 12, 20), (1, 1, 16, 16), (3, 3, 8, 70)]
 def test_delta_rule(
     device: str, key_heads: int, heads: int, k_dim: int, v_dim: int, channels: bool, dtype: torch.dtype
 ) -> None:
+    check_delta_rule(device, (key_heads, heads, k_dim, v_dim), channels, dtype, TILE)
+
+
+@pytest.mark.parametrize("tile", [Tile(8, 1), Tile(64, 2)])
+def test_delta_rule_in_other_tiles(device: str, tile: Tile) -> None:
+    check_delta_rule(device, (3, 3, 8, 70), True, torch.float32, tile)
+
+
+def check_delta_rule(
+    device: str, shape: tuple[int, int, int, int], channels: bool, dtype: torch.dtype, tile: Tile
+) -> None:
+    key_heads, heads, k_dim, v_dim = shape
     torch.manual_seed(0)
     lanes = Lanes.of(device, (heads, k_dim, v_dim), torch.float32)
     keys, values = key_heads * k_dim, heads * v_dim
@@ -34,7 +46,7 @@ def test_delta_rule(
     decay = -3 * torch.rand((9, heads, k_dim) if channels else (9, heads), device=device)
     beta = 2 * torch.rand(9, heads, device=device).to(dtype)
     out = lanes.blank(heads, v_dim, dtype=dtype)
-    gated_delta_decode(*lanes.on_device(), query, key, value, decay, beta, out)
+    gated_delta_decode(*lanes.on_device(), query, key, value, decay, beta, out, tile=tile)
     rule = kimi_delta_rule if channels else gated_delta_rule
     expected = rule(lanes.step(), lanes.cpu, *(lanes.rows(x) for x in (query, key, value, decay, beta)))
     lanes.check(out, expected)

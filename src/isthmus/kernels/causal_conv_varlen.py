@@ -8,6 +8,8 @@ before a sequence's first token of the step lies in its page, or is zero where t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,17 @@ from torch import Tensor
 
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
-TOKENS = 32
-CHANNELS = 128
-"""Of a program: a row of 256 bytes at two bytes a channel, and sums that stay in registers."""
+
+class Tile(NamedTuple):
+    """How the kernels are built."""
+
+    tokens: int  # of a program that computes outputs
+    channels: int  # of any program
+    num_warps: int
+
+
+TILE = Tile(32, 128, 4)
+"""A row of 256 bytes at two bytes a channel, and sums that stay in registers."""
 
 
 @triton.jit
@@ -132,6 +142,8 @@ def causal_conv_varlen(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
+    tile: Tile = TILE,
 ) -> Tensor:
     """`causal_conv` of S sequences that lie one behind the other in a flat batch of T tokens, with fp32 sums.
 
@@ -153,11 +165,11 @@ def causal_conv_varlen(
     assert x.stride(1) == 1 or channels == 1, "channels of a token are contiguous"
     page_bytes = view.stride(0) * view.itemsize
     assert page_bytes % VECTOR_BYTES == 0, "pages are multiples of 16 bytes"
-    block_c = min(CHANNELS, triton.next_power_of_2(channels))
+    block_c = min(tile.channels, triton.next_power_of_2(channels))
     columns, vectors = triton.cdiv(channels, block_c), page_bytes // VECTOR_BYTES
     flags = fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _outputs_kernel[(triton.cdiv(len(x), TOKENS), columns)](
+    _outputs_kernel[(triton.cdiv(len(x), tile.tokens), columns)](
         view,
         pages,
         flags,
@@ -174,9 +186,9 @@ def causal_conv_varlen(
         CHANNELS=channels,
         BIAS=bias is not None,
         VECTOR=VECTOR_BYTES // view.itemsize,
-        BLOCK_T=TOKENS,
+        BLOCK_T=tile.tokens,
         BLOCK_C=block_c,
-        num_warps=4,
+        num_warps=tile.num_warps,
     )
     _save_kernel[(len(pages), columns)](
         view,
@@ -192,6 +204,6 @@ def causal_conv_varlen(
         VECTOR=VECTOR_BYTES // view.itemsize,
         BLOCK_K=triton.next_power_of_2(width - 1),
         BLOCK_C=block_c,
-        num_warps=4,
+        num_warps=tile.num_warps,
     )
     return out

@@ -2,11 +2,17 @@
 
 A program has some columns of one head's state. Fading, what the state has for the key, and the write concern every
 column by itself, so programs share nothing.
+
+What the new state has for the query is what the old one has, and the write as often as the key is in the query. So both
+products are of the state as it was loaded, whose loads are on their way before anything is waited for; the lengths
+of query and key divide the products.
 """
 # ruff: noqa: N803 - compile-time constants of kernels are in capitals
 # mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,14 +22,16 @@ from torch import Tensor
 from isthmus.kernels.gated_delta import UNIT
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
-COLUMNS = 32
-"""Of a state per program: rows of 128 bytes."""
+
+class Tile(NamedTuple):
+    """How the kernel is built."""
+
+    columns: int  # of a state per program
+    num_warps: int
 
 
-@triton.jit
-def _unit(b_row: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
-    b_wide = b_row.to(tl.float32)
-    return b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, 0) + UNIT)
+TILE = Tile(32, 4)
+"""Rows of 128 bytes, a whole line of a cache, and 8 vectors of 16 bytes per thread."""
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_tokens", "page_vectors"])
@@ -59,6 +67,7 @@ def _decode_kernel(
     i_head = tl.program_id(1)
     i_lane = tl.program_id(2)
     page = tl.load(p_pages + i_lane).to(tl.int64)
+    fresh = tl.load(p_fresh + i_lane).to(tl.int32)
     token = tl.load(p_tokens + i_lane).to(tl.int64)
     o_value = i_column * BLOCK_V + tl.arange(0, BLOCK_V)
     live_value = o_value < V_DIM
@@ -66,27 +75,32 @@ def _decode_kernel(
     if page != 0:
         o_key = tl.arange(0, BLOCK_K)
         live_key = o_key < K_DIM
-        inside = live_key[:, None] & live_value[None, :]
+        # The factor VECTOR tells the compiler how wide it may load.
+        p_own = p_state + page * page_vectors * VECTOR + i_head * (K_DIM * V_DIM)
+        p_own = p_own + o_key[:, None] * V_DIM + o_value[None, :]
+        known = live_key[:, None] & (o_value < V_DIM * (1 - fresh))[None, :]
+        b_state = tl.load(p_own, mask=known, other=0.0)
         o_row = i_head // GROUP * K_DIM + o_key
-        b_query = _unit(tl.load(p_query + token * query_token + o_row, mask=live_key, other=0.0), UNIT) * scaling
-        b_key = _unit(tl.load(p_key + token * key_token + o_row, mask=live_key, other=0.0), UNIT)
+        b_query = tl.load(p_query + token * query_token + o_row, mask=live_key, other=0.0)
+        b_key = tl.load(p_key + token * key_token + o_row, mask=live_key, other=0.0)
         b_value = tl.load(p_value + token * value_token + i_head * V_DIM + o_value, mask=live_value, other=0.0)
         beta = tl.load(p_beta + token * beta_token + i_head).to(tl.float32)
         p_fade = p_decay + token * decay_token
         if CHANNELS > 1:
-            b_decay = tl.load(p_fade + i_head * K_DIM + o_key, mask=live_key, other=0.0)
+            b_fade = tl.exp(tl.load(p_fade + i_head * K_DIM + o_key, mask=live_key, other=0.0).to(tl.float32))[:, None]
         else:
-            b_decay = tl.load(p_fade + i_head + tl.zeros_like(o_key))
-        # The factor VECTOR tells the compiler how wide it may load.
-        p_own = p_state + page * page_vectors * VECTOR + i_head * (K_DIM * V_DIM)
-        p_own = p_own + o_key[:, None] * V_DIM + o_value[None, :]
-        fresh = tl.load(p_fresh + i_lane).to(tl.int32)
-        known = live_key[:, None] & (o_value < V_DIM * (1 - fresh))[None, :]
-        b_state = tl.load(p_own, mask=known, other=0.0) * tl.exp(b_decay.to(tl.float32))[:, None]
-        b_write = (b_value.to(tl.float32) - tl.sum(b_key[:, None] * b_state, 0)) * beta
+            b_fade = tl.exp(tl.load(p_fade + i_head).to(tl.float32))
+        b_query, b_key = b_query.to(tl.float32), b_key.to(tl.float32)
+        key_unit = tl.rsqrt(tl.sum(b_key * b_key, 0) + UNIT)
+        query_unit = tl.rsqrt(tl.sum(b_query * b_query, 0) + UNIT) * scaling
+        both = tl.sum(b_query * b_key, 0)
+        b_state *= b_fade
+        b_has = tl.sum(b_key[:, None] * b_state, 0)
+        b_reads = tl.sum(b_query[:, None] * b_state, 0)
+        b_write = (b_value.to(tl.float32) - b_has * key_unit) * (beta * key_unit)
         b_state += b_key[:, None] * b_write[None, :]
-        tl.store(p_own, b_state, mask=inside)
-        b_out = tl.sum(b_query[:, None] * b_state, 0)
+        tl.store(p_own, b_state, mask=live_key[:, None] & live_value[None, :])
+        b_out = (b_reads + both * b_write) * query_unit
         tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=live_value)
     else:
         tl.store(p_row, tl.zeros([BLOCK_V], p_out.dtype.element_ty), mask=live_value)
@@ -103,6 +117,8 @@ def gated_delta_decode(
     decay: Tensor,
     beta: Tensor,
     out: Tensor,
+    *,
+    tile: Tile = TILE,
 ) -> None:
     """`gated_delta_rule`, or with decay `[T, heads, K]` `kimi_delta_rule`, of n sequences with one token each.
 
@@ -121,7 +137,7 @@ def gated_delta_decode(
     assert view.dtype == torch.float32, "states are fp32"
     page_bytes = view.stride(0) * view.itemsize
     assert page_bytes % VECTOR_BYTES == 0, "pages are multiples of 16 bytes"
-    block_v = min(COLUMNS, triton.next_power_of_2(v_dim))
+    block_v = min(tile.columns, triton.next_power_of_2(v_dim))
     if len(pages) == 0:
         return
     _decode_kernel[(triton.cdiv(v_dim, block_v), heads, len(pages))](
@@ -146,7 +162,7 @@ def gated_delta_decode(
         UNIT=UNIT,
         BLOCK_K=triton.next_power_of_2(k_dim),
         BLOCK_V=block_v,
-        num_warps=4,
+        num_warps=tile.num_warps,
     )
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +13,16 @@ from torch import Tensor
 
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
-CHANNELS = 512
-"""Per program: a vector of 16 bytes per thread at four bytes an element."""
+
+class Tile(NamedTuple):
+    """How the kernel is built."""
+
+    channels: int  # per program
+    num_warps: int
+
+
+TILE = Tile(512, 4)
+"""A vector of 16 bytes per thread at four bytes an element."""
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_tokens", "page_vectors"])
@@ -56,7 +66,15 @@ def _rglru_kernel(
 
 
 def rglru_decode(
-    view: Tensor, pages: Tensor, fresh: Tensor, tokens: Tensor, x: Tensor, decay: Tensor, out: Tensor
+    view: Tensor,
+    pages: Tensor,
+    fresh: Tensor,
+    tokens: Tensor,
+    x: Tensor,
+    decay: Tensor,
+    out: Tensor,
+    *,
+    tile: Tile = TILE,
 ) -> None:
     """`isthmus.kernels.rglru.rglru` of n sequences with one token each.
 
@@ -73,7 +91,7 @@ def rglru_decode(
     assert all(t.stride(1) == 1 or channels == 1 for t in (x, decay, out)), "channels of a token are contiguous"
     if len(pages) == 0:
         return
-    _rglru_kernel[(triton.cdiv(channels, CHANNELS), len(pages))](
+    _rglru_kernel[(triton.cdiv(channels, tile.channels), len(pages))](
         view,
         pages,
         fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh,
@@ -83,6 +101,6 @@ def rglru_decode(
         page_bytes // VECTOR_BYTES,
         CHANNELS=channels,
         VECTOR=VECTOR_BYTES // view.itemsize,
-        BLOCK_C=min(CHANNELS, triton.next_power_of_2(channels)),
-        num_warps=4,
+        BLOCK_C=min(tile.channels, triton.next_power_of_2(channels)),
+        num_warps=tile.num_warps,
     )

@@ -8,6 +8,8 @@ once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,11 +18,17 @@ from torch import Tensor
 from isthmus.kernels.ssd_decode import softplus, strides
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
-LANES = 4
-"""Sequences per program."""
 
-ELEMENTS = 1024
-"""Of each one's state per program: with one sequence alone there are still enough programs for a large GPU."""
+class Tile(NamedTuple):
+    """How the kernel is built."""
+
+    lanes: int  # sequences per program
+    elements: int  # of each one's state
+    num_warps: int
+
+
+TILE = Tile(4, 1024, 4)
+"""Rates are read once for four states. With one sequence alone there are still enough programs for a large GPU."""
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_tokens", "page_vectors", "count"])
@@ -102,6 +110,8 @@ def scan_decode(
     rate: Tensor,
     skip: Tensor,
     out: Tensor,
+    *,
+    tile: Tile = TILE,
 ) -> None:
     """`isthmus.kernels.selective_scan.selective_scan` of n sequences with one token each.
 
@@ -122,10 +132,10 @@ def scan_decode(
     assert skip.is_contiguous(), "numbers of channels lie together"
     assert out[0].is_contiguous(), "channels of a token are contiguous"
     block_n = triton.next_power_of_2(n_dim)
-    block_d = min(max(1, ELEMENTS // block_n), triton.next_power_of_2(d_dim))
+    block_d = min(max(1, tile.elements // block_n), triton.next_power_of_2(d_dim))
     if len(pages) == 0:
         return
-    _scan_kernel[(triton.cdiv(d_dim, block_d), heads, triton.cdiv(len(pages), LANES))](
+    _scan_kernel[(triton.cdiv(d_dim, block_d), heads, triton.cdiv(len(pages), tile.lanes))](
         view,
         pages,
         fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh,
@@ -137,9 +147,9 @@ def scan_decode(
         len(pages),
         D_DIM=d_dim,
         N_DIM=n_dim,
-        LANES=LANES,
+        LANES=tile.lanes,
         VECTOR=VECTOR_BYTES // view.itemsize,
         BLOCK_D=block_d,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=tile.num_warps,
     )

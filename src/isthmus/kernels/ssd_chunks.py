@@ -9,6 +9,8 @@ in registers from the first chunk to the last; nothing else is kept. Rows concer
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,11 +19,21 @@ from torch import Tensor
 from isthmus.kernels.ssd_decode import softplus, strides
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
-TOKENS, ROWS = 64, 64
-"""Of a chunk, and of a state per program."""
 
-WIDE_TOKENS, WIDE_ROWS = 16, 32
-"""The same where products are of fp32 numbers, which take more registers."""
+class Tile(NamedTuple):
+    """How the kernel is built."""
+
+    tokens: int  # of a chunk
+    rows: int  # of a state per program
+    num_warps: int
+    num_stages: int
+
+
+def tile_for(dtype: torch.dtype, n_dim: int) -> Tile:
+    """The build for activations of a dtype: all but bf16 become fp32, whose products take more registers."""
+    if dtype != torch.bfloat16:
+        return Tile(16, 32, 8, 1)
+    return Tile(64, 64, 4 if n_dim <= 128 else 8, 2)
 
 
 @triton.jit
@@ -156,6 +168,7 @@ def ssd_chunks(
     out: Tensor,
     *,
     limit: tuple[float, float] = (0.0, float("inf")),
+    tile: Tile | None = None,
 ) -> None:
     """`isthmus.kernels.ssd.ssd` of M sequences of any number of tokens; the skip is added in fp32, too.
 
@@ -174,7 +187,7 @@ def ssd_chunks(
     assert dt_bias.is_contiguous(), "numbers of heads lie together"
     assert skip.is_contiguous(), "numbers of heads lie together"
     assert dt.stride(1) == 1 or dt.shape[1] == 1, "heads of a token are contiguous"
-    _chunks(view, where, (query, key, value, out), rate, (dt, dt_bias, skip), limit)
+    _chunks(view, where, (query, key, value, out), rate, (dt, dt_bias, skip), limit, tile)
 
 
 def lightning_chunks(
@@ -185,9 +198,11 @@ def lightning_chunks(
     value: Tensor,
     slope: Tensor,
     out: Tensor,
+    *,
+    tile: Tile | None = None,
 ) -> None:
     """`isthmus.kernels.lightning.lightning_attention`, as `ssd_chunks`. slope: `[H]`, contiguous."""
-    _chunks(view, where, (query, key, value, out), slope, (value, value, value), (0.0, 0.0), stepped=False)
+    _chunks(view, where, (query, key, value, out), slope, (value, value, value), (0.0, 0.0), tile, stepped=False)
 
 
 def _chunks(
@@ -197,6 +212,7 @@ def _chunks(
     rate: Tensor,
     steps: tuple[Tensor, Tensor, Tensor],
     limit: tuple[float, float],
+    tile: Tile | None,
     *,
     stepped: bool = True,
 ) -> None:
@@ -210,8 +226,8 @@ def _chunks(
     assert page_bytes % VECTOR_BYTES == 0, "pages are multiples of 16 bytes"
     if len(sequences) == 0:
         return
-    narrow = value.dtype == torch.bfloat16
-    block_p = max(16, min(ROWS if narrow else WIDE_ROWS, triton.next_power_of_2(p_dim)))
+    tokens, most_rows, num_warps, num_stages = tile or tile_for(value.dtype, n_dim)
+    block_p = max(16, min(most_rows, triton.next_power_of_2(p_dim)))
     block_n = max(16, triton.next_power_of_2(n_dim))
     _chunks_kernel[(triton.cdiv(p_dim, block_p), heads, len(sequences))](
         view,
@@ -238,11 +254,11 @@ def _chunks(
         N_DIM=n_dim,
         STEPPED=stepped,
         VECTOR=VECTOR_BYTES // view.itemsize,
-        WIDE=not narrow,
+        WIDE=value.dtype != torch.bfloat16,
         PRECISION="tf32" if value.dtype == torch.float16 else "ieee",
-        BLOCK_T=TOKENS if narrow else WIDE_TOKENS,
+        BLOCK_T=tokens,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
-        num_warps=4 if narrow and block_n <= 128 else 8,
-        num_stages=2 if narrow else 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )

@@ -8,6 +8,8 @@ row: programs share nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,16 @@ from torch import Tensor
 
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
-ELEMENTS = 4096
-"""Of a state per program: 16 KiB, 8 vectors of 16 bytes per thread."""
+
+class Tile(NamedTuple):
+    """How the kernel is built."""
+
+    elements: int  # of a state per program
+    num_warps: int
+
+
+TILE = Tile(4096, 4)
+"""16 KiB, 8 vectors of 16 bytes per thread."""
 
 STRAIGHT = tl.constexpr(20.0)
 """Above it softplus is its argument, as in torch."""
@@ -127,6 +137,7 @@ def ssd_decode(
     out: Tensor,
     *,
     limit: tuple[float, float] = (0.0, float("inf")),
+    tile: Tile = TILE,
 ) -> None:
     """`isthmus.kernels.ssd.ssd` of n sequences with one token each; the skip is added in fp32, too.
 
@@ -142,7 +153,7 @@ def ssd_decode(
     assert dt_bias.is_contiguous(), "numbers of heads lie together"
     assert skip.is_contiguous(), "numbers of heads lie together"
     assert dt.stride(1) == 1 or dt.shape[1] == 1, "heads of a token are contiguous"
-    _decode(view, (pages, fresh, tokens), (query, key, value, out), rate, (dt, dt_bias, skip), limit)
+    _decode(view, (pages, fresh, tokens), (query, key, value, out), rate, (dt, dt_bias, skip), limit, tile)
 
 
 def lightning_decode(
@@ -155,6 +166,8 @@ def lightning_decode(
     value: Tensor,
     slope: Tensor,
     out: Tensor,
+    *,
+    tile: Tile = TILE,
 ) -> None:
     """`isthmus.kernels.lightning.lightning_attention` of n sequences with one token each.
 
@@ -167,7 +180,7 @@ def lightning_decode(
 
     All else is as in `ssd_decode`.
     """
-    _decode(view, (pages, fresh, tokens), (query, key, value, out), slope, None, (0.0, 0.0))
+    _decode(view, (pages, fresh, tokens), (query, key, value, out), slope, None, (0.0, 0.0), tile)
 
 
 def _decode(
@@ -177,6 +190,7 @@ def _decode(
     rate: Tensor,
     stepped: tuple[Tensor, Tensor, Tensor] | None,
     limit: tuple[float, float],
+    tile: Tile,
 ) -> None:
     """lanes: pages, fresh, tokens; rows: query, key, value, out; stepped: dt, dt_bias, skip."""
     _, heads, p_dim, n_dim = view.shape
@@ -187,7 +201,7 @@ def _decode(
     assert out[0].is_contiguous(), "heads of a token are contiguous"
     dt, dt_bias, skip = (rate, rate, rate) if stepped is None else stepped
     block_n = triton.next_power_of_2(n_dim)
-    block_p = min(max(1, ELEMENTS // block_n), triton.next_power_of_2(p_dim))
+    block_p = min(max(1, tile.elements // block_n), triton.next_power_of_2(p_dim))
     if len(pages) == 0:
         return
     _ssd_kernel[(triton.cdiv(p_dim, block_p), heads, len(pages))](
@@ -208,7 +222,7 @@ def _decode(
         VECTOR=VECTOR_BYTES // view.itemsize,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=tile.num_warps,
     )
 
 
