@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from isthmus.engine import device_runner
@@ -15,16 +19,26 @@ from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.core import Engine
 from isthmus.engine.device_plan import StatePlan
 from isthmus.engine.device_runner import DeviceRunner
+from isthmus.engine.gpu_backend import GpuBackend
 from isthmus.engine.graphs import lane_counts, token_counts
+from isthmus.engine.output import CompletionOutput
+from isthmus.kernels import fla_chunks
+from isthmus.kernels.fla_chunks import CHUNK
 from isthmus.memory import Pool
+from isthmus.model import device_states
 from isthmus.model.compile import prepare
+from isthmus.model.device_states import FixedChunks, StateInputs
 from isthmus.model.layout import derive
 from isthmus.params import SamplingParams
 from tests.engine.test_device_runner import ENDLESS, LONGEST, ROWS, random_prompts, serve
-from tests.engine.test_device_states import small
+from tests.engine.test_device_states import LAYERS, small
 from tests.engine.test_graph_inputs import Replayed
 from tests.engine.toy_tokenizers import byte_level
-from tests.model.harness import paged, reference
+from tests.kernels.library import stand_ins
+from tests.kernels.test_fla_chunks import RULES, TOLERANCE, error, needs_library
+from tests.kernels.test_fla_chunks import _step as launched_step
+from tests.model.device_serving import require
+from tests.model.harness import paged, reference, tiny
 
 NULL, BUDGET = 77, 12
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are captured there")
@@ -63,28 +77,132 @@ def test_what_a_graph_reads(counts: list[int], tokens: int) -> None:
     assert sequences in found["chunks"], "padding's outputs are numbers, too"
 
 
+COUNTS = [[], [1], [5], [64, 1, 2], [1, 130, 1, 65, 2], [2] * 4, [200], [1, 190, 1], [255], [1] * 6]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("rows", [6, 50])
+def test_what_a_library_reads(counts: list[int], rows: int) -> None:
+    """Every token that is no decode is once somebody's, and padding's sequences are short."""
+    places, plan = ChunkPlaces.of(256, rows), plan_of(counts)
+    assert places.hold(plan)
+    arrays = places.arrays(plan)
+    chunks, bounds, tokens, sequences = (
+        arrays[f"states.packed.{name}"] for name in ("chunks", "bounds", "tokens", "sequences")
+    )
+    several = [s for s, n in enumerate(counts) if n > 1]
+    assert (np.diff(bounds) >= 0).all()
+    assert bounds[-1] == len(tokens) == places.tokens
+    assert len(bounds) - 1 == len(sequences) == places.members
+    seen: list[int] = []
+    for member, s in enumerate(sequences):
+        mine = tokens[bounds[member] : bounds[member + 1]].tolist()
+        if member < len(several):
+            assert s == several[member]
+            assert mine == list(range(plan.query_start[s], plan.query_start[s + 1]))
+        else:
+            assert arrays["states.entry"][s] == NULL
+            assert arrays["states.fresh"][s]
+            assert all(token >= sum(counts) for token in mine)
+            assert len(mine) <= max(CHUNK, CHUNK * -(-places.tokens // (places.members - len(several)) // CHUNK))
+        seen += mine
+    decodes = set(plan.query_start[:-1][plan.decodes].tolist())
+    assert set(seen) == set(range(places.tokens)) - decodes
+    ranks = [-(-(end - begin) // CHUNK) for begin, end in itertools.pairwise(bounds)]
+    real = [[member, rank] for member, n in enumerate(ranks) for rank in range(n)]
+    assert chunks[: len(real)].tolist() == real
+    assert all(rank >= ranks[member] > 0 for member, rank in chunks[len(real) :])
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 192, 1000])
+@pytest.mark.parametrize("rows", [3, 256])
+def test_there_is_room_for_any_chunks(tokens: int, rows: int) -> None:
+    """Also where every one of them ends in a part of a block."""
+    places, draw = ChunkPlaces.of(tokens, rows), np.random.default_rng(0)
+    for most in (2, 3, 66, tokens):
+        counts: list[int] = []
+        while sum(counts) + 2 < tokens and len(counts) < min(rows, places.members - 1):
+            counts.append(min(int(draw.integers(2, max(3, most))), tokens - 1 - sum(counts)))
+        plan = plan_of(counts)
+        assert places.hold(plan)
+        assert {name: array.nbytes for name, array in places.arrays(plan).items()} == places.sizes()
+
+
+PROMPTS = {
+    "cut at their last full pages": [496, 16] * 15 + [496],
+    "tails alone": [16] * 16,
+    "long, and decodes": [8092] + [1] * 100,
+    "short": [112, 16] * 63,
+    "one short, and decodes": [96, 4] + [1] * 100,
+}
+
+
+@pytest.mark.parametrize("counts", PROMPTS.values(), ids=PROMPTS)
+def test_usual_steps_are_held(counts: list[int]) -> None:
+    size = next(n for n in (*token_counts(8192), 8200) if n > sum(counts))
+    assert ChunkPlaces.of(size, 256).hold(plan_of(counts))
+
+
 def test_steps_that_no_graph_holds() -> None:
     places = ChunkPlaces.of(64, 8)
     assert not places.hold(plan_of([64])), "no token is left for padding"
     assert not places.hold(plan_of([1] * 9))
-    assert places.hold(plan_of([2, 2, 2]))
-    assert not places.hold(plan_of([2, 2, 2, 2])), "many short chunks are launched"
+    assert places.hold(plan_of([2] * 8))
+    places = ChunkPlaces.of(64, 40)
+    assert places.hold(plan_of([2] * 16))
+    assert not places.hold(plan_of([2] * 17)), "many short chunks are launched"
 
 
-def graphed(model: PreTrainedModel, dtype: str, device: str, *, graphs: bool = True) -> Engine:
+def graphed(
+    model: PreTrainedModel, dtype: str, device: str, *, graphs: bool = True, budget: int = BUDGET, rows: int = ROWS
+) -> Engine:
     """An engine whose steps go through graphs, those with chunks too."""
     twin = paged(model).to(getattr(torch, dtype)).requires_grad_(False).to(device)
     layout = derive(twin, 4, dtype)
     prepare(twin, compiled=False)
-    pool, sizes = Pool(1 << 21, layout.groups), {True: lane_counts(ROWS), False: token_counts(BUDGET + 1)}
+    pool, sizes = Pool(1 << 25, layout.groups), {True: lane_counts(rows), False: token_counts(budget + 1)}
     arena = torch.empty(pool.arena_bytes, dtype=torch.uint8, device=device)
     runner = DeviceRunner(
-        twin, layout, arena, pool.capacities, ROWS, BUDGET, LONGEST, (), graphs=sizes if graphs else {}, poison=True
+        twin, layout, arena, pool.capacities, rows, budget, LONGEST, (), graphs=sizes if graphs else {}, poison=True
     )
-    config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=BUDGET)
+    config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget)
     return Engine(
         pool, runner, byte_level(), config, max_model_len=LONGEST, vocab_size=layout.vocab_size, eos_token_ids=()
     )
+
+
+@INTERPRETED
+def test_a_step_takes_the_next_graph_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But none of more than twice its tokens."""
+    by_stand_ins(monkeypatch, "cpu", torch.float32)
+    runner = graphed(small("lfm2"), "float32", "cpu", budget=150, rows=40).executor
+    assert isinstance(runner, DeviceRunner)
+
+    def graph_of(counts: list[int]) -> int | None:
+        plan: Any = SimpleNamespace(tokens=np.zeros(sum(counts), np.int32), states=plan_of(counts))
+        return runner._graph_of(plan)
+
+    assert graph_of([31, 1]) == 40
+    assert graph_of([32, 8]) == 48, "a token is padding's"
+    assert graph_of([2] * 16) == 64
+    assert graph_of([2] * 17) is None
+    assert graph_of([7] * 17) == 128
+    assert graph_of([150]) == 160
+    assert graph_of([160]) is None
+
+
+@pytest.mark.parametrize("most", [8, 100, 150, 2048, 8192])
+@pytest.mark.parametrize("states", [False, True])
+def test_sizes_of_graphs(most: int, states: bool) -> None:
+    """Each is a multiple of eight, every step finds one; padding is at most as much again in small steps."""
+    config = SimpleNamespace(scheduler=SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=most))
+    backend: Any = SimpleNamespace(_config=config, _chunks_in_graphs=True, _has_states=states)
+    sizes = GpuBackend._sizes(backend)[False]
+    assert list(sizes) == sorted(set(sizes))
+    assert all(n % 8 == 0 for n in sizes)
+    for tokens in range(8, most + 1):
+        size = next(n for n in sizes if n >= tokens + states)
+        assert size - tokens - states < max(8, tokens if tokens < 128 else tokens / 4)
 
 
 def answers(engine: Engine, prompts: list[list[int]], news: tuple[int, ...]) -> list[list[int]]:
@@ -115,8 +233,24 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+ANYWHERE = [
+    pytest.param("cpu", marks=INTERPRETED),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_library]),
+]
+
+
+def by_stand_ins(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype) -> None:
+    """Where there is no GPU."""
+    if device == "cpu":
+        monkeypatch.setattr(device_runner, "Graphs", Replayed)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        monkeypatch.setattr(device_states, "OPERATIONS", device_states.LIBRARY)
+        monkeypatch.setattr(fla_chunks, "forwards", stand_ins)
+        monkeypatch.setattr(fla_chunks, "DTYPES", (dtype,))
+
+
 FIXED = [
-    *(pytest.param("cpu", name, marks=INTERPRETED) for name in ("bamba", "minimax", "lfm2")),
+    *(pytest.param("cpu", name, marks=INTERPRETED) for name in ("bamba", "minimax", "lfm2", "qwen3_5", "kimi_linear")),
     pytest.param("cuda", "bamba", marks=pytest.mark.gpu),
 ]
 
@@ -124,9 +258,7 @@ FIXED = [
 @pytest.mark.parametrize(("device", "family"), FIXED)
 def test_tokens_are_transformers(device: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixed steps over fixed places, smaller ones after larger ones, in a poisoned arena."""
-    if device == "cpu":
-        monkeypatch.setattr(device_runner, "Graphs", Replayed)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    by_stand_ins(monkeypatch, device, torch.float32)
     model = small(family)
     prompts, news = random_prompts(11, 1, 5, 9), (3, 4, 6, 3)
     expected = [reference(model, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
@@ -138,6 +270,129 @@ def test_tokens_are_transformers(device: str, family: str, monkeypatch: pytest.M
     assert engine.executor.chunks_in_graphs
 
 
+def captured(device: str, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same launches again, whatever the host would do now."""
+    if device == "cpu":
+        return forward
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = forward()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("device", ANYWHERE)
+def test_one_capture_computes_any_chunks(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a delta rule: steps of unlike lengths in the same places, over pages that are NaN wherever nobody owns them;
+    their outputs and states are those of our rule, and of padding there are only numbers."""
+    ours, library = device_states.OPERATIONS[name], device_states.LIBRARY[name]
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
+    by_stand_ins(monkeypatch, device, dtype)
+    key_heads, heads, k_dim, v_dim = (1, 2, 12, 20) if device == "cpu" else (2, 4, 64, 128)
+    places, draw = ChunkPlaces.of(256, 6), torch.Generator().manual_seed(0)
+    view = torch.full((10, heads, k_dim, v_dim), torch.nan, device=device)
+
+    def drawn() -> list[Tensor]:
+        shapes = ((key_heads, k_dim), (key_heads, k_dim), (heads, v_dim), (heads,))
+        query, key, value, beta = (torch.randn(256, *shape, generator=draw).to(dtype) for shape in shapes)
+        channels = (k_dim,) if name == "kimi_delta_rule" else ()
+        decay = -0.2 * torch.rand(256, heads, *channels, generator=draw)
+        return [x.to(device) for x in (query, key, value, decay, beta.sigmoid())]
+
+    views = {n: torch.from_numpy(array).to(device) for n, array in places.arrays(StatePlan.empty(0)).items()}
+    tables, given = torch.arange(10, dtype=torch.int32, device=device), drawn()
+    entry, fresh, starts, ends, decodes, chunks = (
+        views[f"states.{n}"] for n in ("entry", "fresh", "starts", "ends", "decodes", "chunks")
+    )
+    none = np.zeros(0, np.int64)
+    inputs = StateInputs(none, entry, fresh, starts, ends, decodes, chunks, FixedChunks.of(views))
+    with torch.inference_mode():
+        forward = captured(device, lambda: library.run(inputs.step(tables), view, *given))
+        for counts in ([255], [1, 130, 1, 65, 2], [2] * 4, [1, 190], [1, 1], [64, 1, 2], [128, 64, 63], [5]):
+            start, pages = np.cumsum([0, *counts]).astype(np.int64), np.arange(len(counts), 0, -1)
+            past = np.arange(len(counts)) % 2
+            view.fill_(torch.nan)
+            known = pages[past > 0]
+            view[known] = torch.randn(len(known), *view.shape[1:], generator=draw).to(device)
+            for place, new in zip(given, drawn(), strict=True):
+                place.copy_(new)
+            for n, array in places.arrays(StatePlan(pages.astype(np.int32), 0, past == 0, start)).items():
+                views[n].copy_(torch.from_numpy(array))
+            right, live = view.clone(), sum(counts)
+            expected = ours.run(launched_step(device, start, past, pages), right, *(x[:live] for x in given))
+            out = forward()
+            assert error(out[:live], expected) < 2 * TOLERANCE[dtype], counts
+            assert error(view[pages], right[pages]) < 2 * TOLERANCE[dtype], counts
+            assert out[live:].isfinite().all(), counts
+            assert view[[0, *range(len(counts) + 1, 10)]].isnan().all(), counts
+
+
+NEAR = 0.25
+"""In bf16 log-probabilities of one step and of the same padded to another size differ by less: products of matrices
+sum in another order. A token that is chosen by less may be another one; what reads a wrong state is off by more."""
+
+
+TUNED = {
+    "qwen3_5": {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
+    "kimi_linear": {"linear_head_dim": 128, "linear_num_heads": 16},
+}
+"""Heads of sizes that other tests have the library tuned for, which takes long."""
+
+
+ONE_HERE = [
+    pytest.param("cpu", "qwen3_5", marks=INTERPRETED),
+    *(pytest.param("cuda", name, marks=[pytest.mark.gpu, needs_library]) for name in TUNED),
+]
+
+
+@pytest.mark.parametrize(("device", "family"), ONE_HERE)
+def test_steps_in_graphs_are_those_that_are_launched(device: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, by the library: tokens and their log-probabilities, of chunks of unlike lengths mixed with decodes."""
+    by_stand_ins(monkeypatch, device, torch.bfloat16)
+    model_type, values = require(family)
+    values = values | LAYERS[family] | {"num_hidden_layers": 2}
+    if family == "kimi_linear":
+        values["mlp_layer_types"] = ["dense", "dense"]
+    lengths, news, budget, rows = [11, 1, 5, 9, 14], [3, 4, 6, 3, 3], 12, ROWS
+    if device == "cuda":
+        values |= TUNED[family]
+        lengths, news = [11, 40, 5, 90, 64, 100, 1, 2, 17, 77], [4, 9, 6, 3, 8, 5, 7, 4, 6, 3]
+        budget, rows = 200, 8
+    model, prompts = tiny(model_type, **values), random_prompts(*lengths)
+    asked = [(p, SamplingParams(max_tokens=n, logprobs=2, **ENDLESS)) for p, n in zip(prompts, news, strict=True)]
+    launched = serve(graphed(model, "bfloat16", device, graphs=False, budget=budget, rows=rows), asked)
+    engine = graphed(model, "bfloat16", device, budget=budget, rows=rows)
+    sizes = counted(engine, monkeypatch)
+    replayed = serve(engine, asked)
+    assert len(set(sizes)) > 1, "steps of several sizes went through graphs"
+    assert isinstance(engine.executor, DeviceRunner)
+    assert engine.executor.chunks_in_graphs
+    compared = sum(same_until_undecided(*(x.outputs[0] for x in pair)) for pair in zip(launched, replayed, strict=True))
+    assert compared > sum(news) // 2, "too few were decided to prove anything"
+
+
+def same_until_undecided(one: CompletionOutput, other: CompletionOutput) -> int:
+    """How many tokens were compared: up to where one was hardly likelier than the next, and the other took that."""
+    assert one.logprobs is not None
+    assert other.logprobs is not None
+    for i, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
+        (best, second), token = sorted((x.logprob for x in ours.values()), reverse=True)[:2], other.token_ids[i]
+        if one.token_ids[i] != token:
+            assert best - second < NEAR
+            return i
+        assert abs(ours[token].logprob - theirs[token].logprob) < NEAR
+    return len(one.logprobs)
+
+
 @pytest.mark.parametrize("family", ["jamba", "qwen3_5"])
 def test_what_takes_as_many_launches_as_tokens_stays_out_of_graphs(family: str) -> None:
     """It is known when a step with chunks has run."""
@@ -146,3 +401,13 @@ def test_what_takes_as_many_launches_as_tokens_stays_out_of_graphs(family: str) 
     assert engine.executor.chunks_in_graphs
     serve(engine, [(random_prompts(5)[0], SamplingParams(max_tokens=1, **ENDLESS))], lambda steps: None)
     assert not engine.executor.chunks_in_graphs
+
+
+def test_only_fixed_launches_go_into_graphs() -> None:
+    """By name and by what is given: Mamba-1 and RG-LRU scan in torch, and so do the delta rules in float32."""
+    given = [torch.zeros(1, 1, 4, 4), *(torch.zeros(3, 1, 4, dtype=torch.bfloat16) for _ in range(3)), None, None]
+    fixed = {name for name, operation in device_states.OPERATIONS.items() if operation.fixed(given)}
+    assert fixed == {"causal_conv", "ssd", "lightning_attention"}
+    assert {name for name, how in device_states.LIBRARY.items() if how.fixed(given)} == fixed | set(RULES)
+    given[1] = torch.zeros(3, 1, 4)
+    assert {name for name, how in device_states.LIBRARY.items() if how.fixed(given)} == fixed

@@ -57,23 +57,22 @@ def test_decodes_read_their_own_row_and_chunks_do_not() -> None:
     assert alone.decode
     assert alone.positions.tolist() == [3, 12]
     assert [alone.groups[name].first.tolist() for name in ("full", "window")] == [[0, 0], [0, 7 // 4]]
-    assert [alone.groups[name].end.tolist() for name in ("full", "window")] == [[1, 4], [1, 4]]
+    assert alone.end.tolist() == [1, 4]
     assert all(group.tiles is None for group in alone.groups.values())
 
     mixed = plan([1, 5], [12, 8], [], nothing)
     assert not mixed.decode
     assert mixed.positions.tolist() == [12, 8, 9, 10, 11, 12]
     assert mixed.sequence_of.tolist() == [0, 1, 1, 1, 1, 1]
-    assert mixed.groups["full"].end.tolist() == [4, 2]
+    assert mixed.end.tolist() == [4, 2]
     assert mixed.groups["window"].first.tolist() == [7 // 4, 3 // 4]
-    items, tiles = mixed.groups["window"].items, mixed.groups["window"].tiles
-    assert items is not None
+    decodes, tiles = mixed.groups["window"].decodes, mixed.groups["window"].tiles
     assert tiles is not None
-    assert items[:, :4].tolist() == [[0, 0, 7, 13]]
+    assert decodes.items[:, :4].tolist() == [[0, 0, 7, 13]]
     assert tiles[:, :5].tolist() == [[1, 1, 6, 1, 8]]
 
     chunks = plan([2, 5], [12, 0], [], nothing)
-    assert all(group.items is None for group in chunks.groups.values())
+    assert not any(len(group.decodes.items) for group in chunks.groups.values())
 
 
 def test_states_are_entries_of_their_own_table_and_padding_has_the_null_page() -> None:

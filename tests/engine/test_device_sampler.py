@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from isthmus.engine import device_sampler
 from isthmus.engine.device_sampler import DeviceSampler, Drawn, score_later
-from isthmus.engine.packing import Packer
+from isthmus.engine.packing import Packer, _Staging
 from isthmus.engine.sampler import Sampler, score
 from isthmus.engine.step import Sampled, SampleRow
 from isthmus.params import SamplingParams
@@ -91,9 +91,10 @@ class TestAsTheCpu:
         sampler = DeviceSampler([EOS], V, device)
         on_device = logits.to(device)
         drawn = sampler(on_device, rows)
-        assert_same(spelled(drawn), Sampler([EOS], V)(logits, rows))
+        results = spelled(drawn)
+        assert_same(results, Sampler([EOS], V)(logits, rows))
         assert drawn.tokens.dtype == torch.int32
-        assert drawn.tokens.tolist() == [result.token_id for result in spelled(drawn)]
+        assert drawn.tokens.tolist() == [result.token_id for result in results]
         assert torch.equal(on_device.cpu().nan_to_num(99.0), before.nan_to_num(99.0))
 
     def test_broken_rows_have_a_problem_and_the_others_their_tokens(self, dtype: torch.dtype, device: str) -> None:
@@ -194,10 +195,49 @@ class TestQueue:
     def test_results_are_of_the_time_of_the_call(self, device: str) -> None:
         """A graph's output buffer is written again before anybody reads the results."""
         tokens = torch.tensor([5, -1, 7], dtype=torch.int32, device=device)
-        drawn = Drawn.of(tokens)
+        drawn = DeviceSampler([EOS], V, device).chosen(tokens)
         tokens.fill_(0)
-        assert [result.token_id for result in spelled(drawn)] == [5, -1, 7]
-        assert spelled(drawn)[1].problem is not None
+        results = spelled(drawn)
+        assert [result.token_id for result in results] == [5, -1, 7]
+        assert results[1].problem is not None
+
+    def test_results_outlive_the_memory_they_came_in(self, device: str) -> None:
+        """It is used again, once somebody has waited for what was there; by steps of any size."""
+        sampler, told = DeviceSampler([EOS], V, device), []
+        out: list[Drawn] = []
+        for step, n in enumerate((3, 1, 300, 2, 400, 4, 7)):
+            out.append(sampler.chosen(torch.full((n,), step, dtype=torch.int32, device=device)))
+            if len(out) == 2:
+                told.append(out.pop(0).results())
+        told.append(out.pop().results())
+        assert [results.ids.tolist() for results in told] == [
+            [0] * 3,
+            [1],
+            [2] * 300,
+            [3] * 2,
+            [4] * 400,
+            [5] * 4,
+            [6] * 7,
+        ]
+        assert len(sampler._spare) == 2, "as many as were out at a time"
+
+    def test_a_step_does_not_wait_for_the_uploads_of_the_one_before(
+        self, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which stand behind that one's forward."""
+        acquired: list[int] = []
+        acquire = _Staging.acquire
+
+        def noted(staging: _Staging, nbytes: int) -> None:
+            acquired.append(id(staging))
+            acquire(staging, nbytes)
+
+        monkeypatch.setattr(_Staging, "acquire", noted)
+        sampler, logits = DeviceSampler([EOS], V, device), torch.randn(2, V, device=device)
+        rows = [row(SamplingParams(logprobs=2)), row(SamplingParams())]
+        for _ in range(2):
+            sampler(logits, rows)
+        assert len(acquired) == len(set(acquired)) == 4
 
     def test_unseeded_rows_differ(self, device: str) -> None:
         sampler, rows = DeviceSampler([EOS], V, device), [row(SamplingParams())] * 12

@@ -85,6 +85,16 @@ class TestLayout:
         packer.upload({"a": np.full(4, 9, np.int32)}, layout)
         assert whole.tolist() == [9] * 4 + [0] * 6
 
+    def test_the_rest_of_a_place_is_what_its_layout_says(self, device: str) -> None:
+        packer = Packer(device, 64, ring=1)
+        layout = Layout.of({"a": 24, "b": 3, "c": 8}, {"a": -1, "b": True})
+        full = {"a": np.arange(6, dtype=np.int32), "b": np.zeros(3, np.bool_), "c": np.ones(1)}
+        whole = packer.upload(full, layout)
+        for name, array in full.items():
+            assert whole[name].tolist() == array.tolist()
+        packer.upload({"a": full["a"][4:], "b": full["b"][:1], "c": full["c"][:0]}, layout)
+        assert [whole[name].tolist() for name in full] == [[4, 5, -1, -1, -1, -1], [False, True, True], [0.0]]
+
     def test_sections_behind_the_layout_share_its_copy(self, device: str) -> None:
         packer = Packer(device, 64)
         views = packer.upload({"x": np.ones(4, np.int32), "a": np.ones(4, np.int32)}, Layout.of({"a": 40}))

@@ -179,7 +179,7 @@ def scoring(at: World, *, softcap: float | None = None, sinks: bool = False) -> 
     return Scoring(at.shape.k_dim**-0.5, softcap, heads)
 
 
-def plan(at: World, target: int, padding: int = 0) -> tuple[DecodeItems, int]:
+def plan(at: World, programs: int, padding: int = 0) -> DecodeItems:
     """Decodes of a step, `padding` lanes behind them and some items that are not live behind those."""
     which = np.flatnonzero(at.counts == 1)
     end = at.past[which] + 1
@@ -187,23 +187,23 @@ def plan(at: World, target: int, padding: int = 0) -> tuple[DecodeItems, int]:
     tokens = np.concatenate((at.query_start[which], np.arange(len(at.query) - padding, len(at.query))))
     sequences = np.concatenate((which, np.zeros(padding, np.int64)))
     first, end = (np.concatenate((x, np.full(padding, 7))) for x in (first, end))
-    items, slots = plan_decode(tokens, sequences, first, end, target_items=target)
+    work = plan_decode(tokens, sequences, first, end, programs=programs)
     dead = np.full((5, 8), 1 << 20, np.int32)
-    device_items = torch.from_numpy(np.concatenate((items, dead))).to(at.device)
-    return DecodeItems(device_items, torch.tensor([len(items)], dtype=torch.int32, device=at.device)), slots
+    items, bounds = (torch.from_numpy(x).to(at.device) for x in (np.concatenate((work.items, dead)), work.bounds))
+    return DecodeItems(items, bounds)
 
 
 def decode(
     at: World,
     how: Scoring,
-    target: int = 1,
-    padding: int = 0,
     programs: int = 3,
+    padding: int = 0,
+    items: DecodeItems | None = None,
     config: DecodeConfig | None = None,
     workspace: Workspace | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    out, (items, _) = at.blank(), plan(at, target, padding)
+    out, items = at.blank(), items or plan(at, programs, padding)
     workspace = workspace or Workspace.of(len(items.items), at.shape.heads, at.shape.v_dim, at.device)
     decode_attention(
         at.query,
@@ -213,7 +213,6 @@ def decode(
         items,
         workspace,
         how,
-        num_programs=programs,
         k_scale=scales[0],
         v_scale=scales[1],
         config=config,
@@ -298,7 +297,7 @@ def test_parts_of_a_sequence_are_merged(device: str, length: int) -> None:
     """One level of merging up to 16 parts, two beyond."""
     at = world(device, Shape(2, 2, 16, 16, 64), [1, 1], [length - 1, 70])
     at.write()
-    _, slots = plan(at, 64)
+    slots = len(plan(at, 64).items) - 5
     assert slots >= length // 64
     close(decode(at, scoring(at), 64, config=DecodeConfig(64, 4, 2)), dense(at, scoring(at)), torch.float32)
 
@@ -317,12 +316,15 @@ def test_a_workspace_serves_launch_after_launch(device: str) -> None:
 
 @pytest.mark.parametrize("programs", [1, 7, 200])
 def test_the_answer_does_not_depend_on_who_computes_it(device: str, programs: int) -> None:
-    """Parts are merged in the order of their slots, bit for bit, however many programs there are."""
+    """Parts are merged in the order of their slots, bit for bit, however many programs have them."""
     at = world(device, Shape(), [1, 1, 1], [300, 1100, 64])
     at.write()
     config = DecodeConfig(64, 4, 2)
-    wanted = decode(at, scoring(at), 64, programs=3, config=config)
-    assert torch.equal(decode(at, scoring(at), 64, programs=programs, config=config), wanted)
+    items = plan(at, 20)
+    wanted = decode(at, scoring(at), config=config, items=items)
+    bounds = np.linspace(0, int(items.bounds[-1]), programs + 1).round().astype(np.int32)
+    others = DecodeItems(items.items, torch.from_numpy(bounds).to(device))
+    assert torch.equal(decode(at, scoring(at), config=config, items=others), wanted)
 
 
 def test_padding_lanes_become_zero_and_others_stay(device: str) -> None:
@@ -457,19 +459,19 @@ def test_one_captured_graph_serves_any_lengths() -> None:
     short = replace(long, past=np.array([5, 30, 0, 1]))
     how, table, out = scoring(long), long.page_table, long.blank()
     workspace = Workspace.of(256, 4, 64, "cuda")
-    live = DecodeItems(torch.zeros(256, 8, dtype=torch.int32).cuda(), torch.zeros(1, dtype=torch.int32).cuda())
+    live = DecodeItems(torch.zeros(256, 8, dtype=torch.int32).cuda(), torch.zeros(65, dtype=torch.int32).cuda())
 
     def launch() -> None:
-        decode_attention(long.query, out, *long.pages, table, live, workspace, how, num_programs=64)
+        decode_attention(long.query, out, *long.pages, table, live, workspace, how)
 
     launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    for at, target in ((long, 64), (short, 4), (long, 1), (short, 64)):
-        planned, _ = plan(at, target)
+    for at in (long, short, long):
+        planned = plan(at, 64)
         live.items[: len(planned.items)] = planned.items
-        live.count.copy_(planned.count)
+        live.bounds.copy_(planned.bounds)
         out.fill_(77)
         graph.replay()
         close(out, dense(at, how), torch.bfloat16)

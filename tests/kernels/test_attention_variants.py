@@ -148,7 +148,6 @@ def _on_device(case: Case, at: _World, arena: Tensor) -> Tensor:
     tile = prefill_tile(case.group, case.k_dim, case.v_dim, case.dtype.itemsize)
     plan = DevicePlan.of(step, [at.group], tables, {name: tile}, {name: 4}, [name] if case.chunked else [])
     work = plan.groups[name]
-    assert work.items is not None
     assert work.tiles is not None
     counts = np.array(COUNTS)
     position = plan.positions
@@ -160,12 +159,12 @@ def _on_device(case: Case, at: _World, arena: Tensor) -> Tensor:
     group = GroupStep(
         torch.from_numpy(page * case.page_size + position % case.page_size).to(**to),
         torch.from_numpy(table.astype(np.int32)).to(**to),
-        DecodeItems(torch.from_numpy(work.items).to(**to), torch.tensor([len(work.items)], dtype=torch.int32, **to)),
+        DecodeItems(*(torch.from_numpy(x).to(**to) for x in work.decodes[:2])),
         PrefillTiles(torch.from_numpy(work.tiles).to(**to), tile, case.window, case.chunked),
     )
     pages = LayerPages.of(arena, at.group, LAYER, case.rank)
-    workspace = Workspace.of(len(work.items), case.heads, case.v_dim, device)
-    batch = DeviceBatch({LAYER: name}, {LAYER: LAYER}, {LAYER: pages}, {name: workspace}, {name: 4})
+    workspace = Workspace.of(len(work.decodes.items), case.heads, case.v_dim, device)
+    batch = DeviceBatch({LAYER: name}, {LAYER: LAYER}, {LAYER: pages}, {name: workspace})
     batch.step = {name: group}
     how = at.how if at.how.relative is None else replace(at.how, relative=at.how.relative.to(**to))
     query, key, value = (x.to(**to) for x in (at.query, at.key, at.value))

@@ -14,7 +14,7 @@ from tests.kernels.library import stand_ins
 from torch import Tensor
 
 from isthmus.kernels import fla_chunks
-from isthmus.kernels.fla_chunks import CHUNK, pack
+from isthmus.kernels.fla_chunks import CHUNK, Packed, pack, put_states, take_states
 from isthmus.kernels.states import Int64, state_view
 from isthmus.kernels.take_heads import put_heads, take_heads
 from isthmus.memory import Group, state_spec
@@ -57,6 +57,27 @@ def test_heads_of_some_tokens(device: str, heads: int, width: int, dtype: torch.
     put_heads(out, tokens, unit)
     assert torch.equal(out[tokens], unit)
     assert int(out.abs().sum(-1).count_nonzero()) == len(tokens) * heads
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 12), (2, 64, 128)])
+def test_states_of_members(device: str, shape: tuple[int, int, int]) -> None:
+    """Fresh ones and padding's are zeros whatever their pages hold; padding's are not put back."""
+    group = Group("state", state_spec([("0.x", (3,), "bfloat16"), ("1.x", shape, "float32")]), "state")
+    arena = torch.full((8 * group.spec.page_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    view = state_view(arena, group, "1.x")
+    view[[5, 2]] = known = torch.arange(2.0 * view[0].numel(), device=device).view(2, *shape)
+    pages = torch.tensor([5, 3, 2, 0, 0], device=device)
+    fresh = torch.tensor([False, True, False, False, True], device=device)
+    bounds, none = torch.tensor([0, 2, 6, 70, 71, 71], device=device), torch.zeros(0, device=device)
+    packed = Packed(none, bounds, none, pages, fresh, whole=False)
+    states = take_states(view, packed)
+    assert states.shape == (5, *shape)
+    assert torch.equal(states[[0, 2]], known)
+    assert int(states[[1, 3]].count_nonzero()) == 0
+    states[:4] = new = 1 + torch.rand(4, *shape, device=device)
+    put_states(view, packed, states)
+    assert torch.equal(view[[5, 3, 2]], new[:3])
+    assert view[[0, 1, 4, 6, 7]].isnan().all()
 
 
 @dataclass

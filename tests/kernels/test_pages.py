@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from isthmus.kernels.pages import COPY_BYTES, ENTRIES, copy_pages, fill_pages, scatter, translate
+from isthmus.kernels import pages
+from isthmus.kernels.pages import COPY_BYTES, ENTRIES, NOWHERE, copy_pages, fill_pages, scatter, translate
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run instead")),
@@ -107,6 +108,16 @@ def test_scatter_writes_the_first_n(device: str, n: int) -> None:
     np.testing.assert_array_equal(buffer.cpu().numpy(), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_scatter_writes_nothing_where_no_place_is_named(device: str) -> None:
+    """Places of a graph that a step leaves over; those between others too."""
+    index = np.full(ENTRIES + 9, NOWHERE, np.int32)
+    index[[0, 3, ENTRIES + 1]] = 5, 0, 2
+    whole = int32([7] * 7, device)
+    scatter(whole[1:], int32(index, device), int32(np.arange(len(index)) + 20, device), len(index))
+    assert whole.tolist() == [7, 23, 7, 20 + ENTRIES + 1, 7, 7, 20]
+
+
 @dataclasses.dataclass
 class Case:
     """A step over random tables, and what translating it must give."""
@@ -120,8 +131,10 @@ class Case:
     position: NDArray[np.int32]
     page_size: int
 
-    def run(self, device: str, position_dtype: torch.dtype = torch.int32) -> tuple[NDArray[Any], NDArray[Any]]:
-        """`(page_table, slots)`; entries nobody wrote are -7."""
+    def run(
+        self, device: str, position_dtype: torch.dtype = torch.int32, columns: int | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """`(page_table, slots)`; entries nobody wrote are -7. columns: None: as many as there are at most."""
         tables = int32(np.concatenate([[-9] * 3, self.table, self.blocks.ravel()]), device)
         wide = torch.full((len(self.rows) + 1, self.blocks.shape[1] + 6), -7, dtype=torch.int32, device=device)
         page_table = wide[:, : self.blocks.shape[1]]  # rows need not be contiguous
@@ -143,7 +156,7 @@ class Case:
             blocks_at=3 + len(self.table),
             block_columns=self.blocks.shape[1],
             page_size=self.page_size,
-            columns=max(0, int((self.end - self.first).max(initial=0))),
+            columns=max(0, int((self.end - self.first).max(initial=0))) if columns is None else columns,
         )
         assert (wide[:, self.blocks.shape[1] :] == -7).all()
         return page_table.cpu().numpy(), slots.cpu().numpy()
@@ -181,8 +194,10 @@ def case(page_size: int, counts: list[int], pasts: list[int], columns: int, wind
     return Case(table, blocks, rows, first, end, sequence_of, position, page_size)
 
 
-def assert_translates(step: Case, device: str, position_dtype: torch.dtype = torch.int32) -> None:
-    for got, wanted in zip(step.run(device, position_dtype), step.expected(), strict=True):
+def assert_translates(
+    step: Case, device: str, position_dtype: torch.dtype = torch.int32, columns: int | None = None
+) -> None:
+    for got, wanted in zip(step.run(device, position_dtype, columns), step.expected(), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -193,6 +208,15 @@ class TestTranslate:
         columns = 2 * ENTRIES + 9
         longest = columns * page_size - 1
         assert_translates(case(page_size, [1, 1, 300, 2], [0, longest, 17, ENTRIES], columns), device)
+
+    @pytest.mark.parametrize("programs", [1, 8, 12])
+    def test_few_programs_take_all_columns(self, device: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a graph: programs for the longest sequences there may be, and no more than run at once."""
+        monkeypatch.setattr(pages, "_TABLE_PROGRAMS", programs)
+        columns = 6 * ENTRIES + 9
+        step = case(2, [1, 2, 1, 1], [0, 2 * columns - 2, 2 * 3 * ENTRIES, 40], columns)
+        step.first[1], step.first[2] = ENTRIES + 3, 3 * ENTRIES
+        assert_translates(step, device, columns=columns)
 
     def test_a_window_wants_its_tail_and_writes_only_what_is_bound(self, device: str) -> None:
         step = case(4, [1, 40, 1], [100, 3, 2], 32, window=10)
@@ -231,7 +255,7 @@ class TestDebugChecks:
         monkeypatch.setattr(interpreter_builder, "options", debug)
 
     @pytest.mark.usefixtures("interpreter")
-    @pytest.mark.parametrize("index", [-1, 10])
+    @pytest.mark.parametrize("index", [-2, 10])
     def test_scatter_outside_the_buffer(self, index: int) -> None:
         buffer = torch.zeros(12, dtype=torch.int32)[1:11]
         with pytest.raises(Exception, match="scatter: index outside the buffer"):

@@ -7,21 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.kernels.plan import ALIGN, MAX_CHUNK, plan_decode, plan_prefill
+from isthmus.kernels.plan import ALIGN, ITEM_TOKENS, PART_TOKENS, DecodeWork, plan_decode, plan_prefill
 
 RANGES = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 20_000)).map(sorted), min_size=1, max_size=40)
 
 
-def decode(ranges: list[list[int]], target: int) -> tuple[np.ndarray, int]:
+def decode(ranges: list[list[int]], programs: int) -> DecodeWork:
     first, end = np.array(ranges, np.int32).T
     tokens = np.arange(len(ranges), dtype=np.int32) * 3 + 1
     rows = np.arange(len(ranges), dtype=np.int32)[::-1]
-    return plan_decode(tokens, rows, first, end, target_items=target)
+    return plan_decode(tokens, rows, first, end, programs=programs)
+
+
+def todo(work: DecodeWork) -> np.ndarray:
+    """Of each program, in tokens: those it reads, and what taking up items and leaving parts costs."""
+    items = work.items
+    cost = items[:, 3] - items[:, 2] + ITEM_TOKENS + PART_TOKENS * (items[:, 6] > 1)
+    return np.diff(np.concatenate(([0], np.cumsum(cost)))[work.bounds])
 
 
 @given(RANGES, st.integers(1, 600))
-def test_items_of_a_sequence_tile_its_range(ranges: list[list[int]], target: int) -> None:
-    items, slots = decode(ranges, target)
+def test_items_of_a_sequence_tile_its_range(ranges: list[list[int]], programs: int) -> None:
+    items, _, slots = decode(ranges, programs)
     assert items.dtype == np.int32
     assert items.shape[1] == 8
     used: list[int] = []
@@ -31,6 +38,7 @@ def test_items_of_a_sequence_tile_its_range(ranges: list[list[int]], target: int
         assert (own[:, 1] == len(ranges) - 1 - d).all()
         assert own[:, 5].tolist() == list(range(len(own)))
         assert (own[:, 6] == len(own)).all()
+        assert (own[:, 7] == end - 1).all()
         assert own[0, 2] == first
         assert own[-1, 3] == end
         assert (own[1:, 2] == own[:-1, 3]).all()
@@ -40,48 +48,71 @@ def test_items_of_a_sequence_tile_its_range(ranges: list[list[int]], target: int
             assert len(set(own[:, 4])) == 1
             used += range(own[0, 4], own[0, 4] + len(own))
     assert sorted(used) == list(range(slots)), "parts share a slot, or slots are left out"
-    assert (np.diff(items[:, 3] - items[:, 2]) <= 0).all(), "longest first"
+
+
+@given(RANGES, st.integers(1, 600))
+def test_every_item_is_one_programs(ranges: list[list[int]], programs: int) -> None:
+    items, bounds, _ = decode(ranges, programs)
+    assert bounds.dtype == np.int32
+    assert len(bounds) == programs + 1
+    assert (bounds[0], bounds[-1]) == (0, len(items))
+    assert (np.diff(bounds) >= 0).all()
+
+
+@given(RANGES, st.integers(1, 600))
+def test_no_more_items_than_promised(ranges: list[list[int]], programs: int) -> None:
+    """The workspace and the buffers of captured graphs are sized by the promise."""
+    assert len(decode(ranges, programs).items) < len(ranges) + programs
+
+
+@given(RANGES, st.integers(1, 600))
+def test_no_program_has_much_more_to_do_than_its_share(ranges: list[list[int]], programs: int) -> None:
+    """A step takes as long as the program with most: an equal share of all, what two cuts cost, and that cuts are
+    rounded."""
+    first, end = np.array(ranges).T
+    cost = np.where(end > first, end - first // ALIGN * ALIGN, 0) + ITEM_TOKENS
+    share = max(cost.sum() / programs, ALIGN)
+    assert todo(decode(ranges, programs)).max() <= share + ITEM_TOKENS + 2 * PART_TOKENS + ALIGN
 
 
 def test_an_empty_range_is_one_padding_item() -> None:
-    items, slots = decode([[0, 0], [7, 7]], 16)
+    items, _, slots = decode([[0, 0], [7, 7]], 16)
     assert items[:, [2, 3, 6]].tolist() == [[0, 0, 1], [7, 7, 1]]
     assert slots == 0
 
 
 def test_no_decodes_make_no_items() -> None:
     none = np.zeros(0, np.int32)
-    items, slots = plan_decode(none, none, none, none, target_items=264)
+    items, bounds, slots = plan_decode(none, none, none, none, programs=264)
     assert items.shape == (0, 8)
+    assert bounds.tolist() == [0] * 265
     assert slots == 0
 
 
 @pytest.mark.parametrize(("length", "sequences"), [(131072, 1), (131072, 4), (8192, 64), (512, 8)])
 def test_few_long_sequences_are_spread_over_the_programs(length: int, sequences: int) -> None:
-    items, _ = decode([[0, length]] * sequences, 264)
+    work = decode([[0, length]] * sequences, 264)
     fewest = min(264, sequences * length // ALIGN)
-    assert fewest / 2 <= len(items) <= 4 * 264
+    assert np.count_nonzero(np.diff(work.bounds)) >= fewest / 2
 
 
 def test_a_full_batch_of_windows_is_not_cut() -> None:
     """Parts cost a merge, which a batch that fills the programs anyway should not pay."""
-    items, slots = decode([[1000 + i, 1512 + i] for i in range(256)], 264)
+    items, _, slots = decode([[1000 + i, 1512 + i] for i in range(256)], 264)
     assert len(items) == 256
     assert slots == 0
 
 
 def test_one_sequence_too_many_does_not_double_the_time() -> None:
     """300 sequences for 264 programs: whole, 36 programs would do twice the work of the others."""
-    items, _ = decode([[0, 4096]] * 300, 264)
-    assert len(items) >= 600
+    assert todo(decode([[0, 4096]] * 300, 264)).max() < 1.1 * 300 / 264 * 4096
 
 
-@given(RANGES, st.integers(1, 600))
-def test_no_more_items_than_promised(ranges: list[list[int]], target: int) -> None:
-    """The workspace and the buffers of captured graphs are sized by the promise."""
-    items, _ = decode(ranges, target)
-    unavoidable = sum(max(1, -(-(end - first // ALIGN * ALIGN) // MAX_CHUNK)) for first, end in ranges)
-    assert len(items) <= max(len(ranges) + 2 * target, unavoidable)
+def test_who_has_the_longest_gets_the_shortest_next() -> None:
+    """Windows of the same length would be no test: sequences of all lengths, twice as many as programs."""
+    work = decode([[0, 64 * i] for i in range(1, 33)], 16)
+    assert work.slots == 0
+    assert set(todo(work)) == {33 * 64 + 2 * ITEM_TOKENS}
 
 
 def test_tiles_cover_every_chunk_once() -> None:

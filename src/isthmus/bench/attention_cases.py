@@ -89,18 +89,15 @@ def _decode(case: Decode, arena: Tensor, cores: int) -> Launches:
     placed = place(arena, heads, case.layout, case.page_size, first, end)
     programs = max(1, case.programs * cores // heads.kv_heads)  # of each KV head
     which = np.arange(n, dtype=np.int32)
-    items, _ = plan_decode(which, which, first, end, target_items=programs)
-    plan = DecodeItems(_on(items, device), _on(np.array([len(items)], np.int32), device))
+    work = plan_decode(which, which, first, end, programs=programs)
+    plan = DecodeItems(_on(work.items, device), _on(work.bounds, device))
     query, out = (_random(n, heads.heads, heads.dim, device) for _ in range(2))
     how, table = Scoring(heads.dim**-0.5), _on(placed.page_table, device)
-    workspace = Workspace.of(len(items), heads.heads, heads.dim, device)
+    workspace = Workspace.of(len(work.items), heads.heads, heads.dim, device)
     return [
-        partial(
-            decode_attention, query, out, key, value, table, plan, workspace, how,
-            num_programs=programs, config=case.config,
-        )
+        partial(decode_attention, query, out, key, value, table, plan, workspace, how, config=case.config)
         for key, value in placed.layers
-    ]  # fmt: skip
+    ]
 
 
 def _prefill(case: Prefill, arena: Tensor) -> Launches:

@@ -323,9 +323,8 @@ class EngineConfig:
             owner = _owner(name)
             if name not in given:
                 config = layers.get(owner, getattr(self, owner))
-                if name == "max_num_seqs":
-                    value = min(value, config.max_num_batched_tokens)
-                layers[owner] = dataclasses.replace(config, **{name: max(value, getattr(config, name))})
+                most = config.max_num_batched_tokens if name == "max_num_seqs" else value
+                layers[owner] = dataclasses.replace(config, **{name: max(min(value, most), getattr(config, name))})
         return dataclasses.replace(self, **layers)
 
 

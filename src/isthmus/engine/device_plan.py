@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from isthmus.engine import capacity
 from isthmus.engine.step import Step
-from isthmus.kernels.plan import MAX_CHUNK, plan_decode, plan_prefill
+from isthmus.kernels.plan import DecodeWork, cut_chunks, dearest_first, plan_decode
 from isthmus.memory import Copies, Frees, Group, Moves, Writes
 
 Int32 = NDArray[np.int32]
@@ -66,8 +66,7 @@ class GroupPlan:
     """What one group reads in a step."""
 
     first: Int32  # [S], first column of cached tokens that a query of the sequence sees
-    end: Int32  # [S], behind the last one
-    items: Int32 | None  # [n, 8], see `plan_decode`
+    decodes: DecodeWork
     tiles: Int32 | None  # [n, 8], see `plan_prefill`
 
 
@@ -123,6 +122,7 @@ class DevicePlan:
     positions: Int32  # [T]
     sequence_of: Int32  # [T]
     rows: Int32  # [S]
+    end: Int32  # [S], behind the last column of cached tokens
     groups: Mapping[str, GroupPlan]  # of the groups with a page for so many tokens
     decode: bool  # every sequence has one token
     states: StatePlan | None  # None: the model has none
@@ -134,13 +134,13 @@ class DevicePlan:
         groups: Sequence[Group],
         tables: Tables,
         tile: Mapping[str, int],
-        targets: Mapping[str, int],
+        programs: Mapping[str, int],
         chunked: Collection[str] = (),
     ) -> DevicePlan:
         """Work out a step.
 
         tile: queries of one prefill tile per group.
-        targets: how many items a decode is worth cutting into, per group.
+        programs: that decodes are shared out among, of a KV head, per group.
         chunked: the groups whose window is a chunk.
         """
         start, past = step.query_start[:-1], step.past
@@ -154,15 +154,12 @@ class DevicePlan:
             sequence_of = np.repeat(sequence_of, counts)
             positions = np.arange(len(step.tokens), dtype=np.int32) + np.repeat(past - start, counts)
         index, value = _table_writes(step, tables)
-        work = _Work.of(start, counts, past)
-        plans = {
-            g.name: work.plan(g, tile[g.name], targets[g.name], chunked=g.name in chunked)
-            for g in groups
-            if g.space == "tokens"
-        }
+        work = _Work.of(start, counts, past, sequence_of if decode else None)
+        plans = work.plan([g for g in groups if g.space == "tokens"], tables.page_size, tile, programs, chunked)
+        end = -(-work.end // tables.page_size)
         states = next((StatePlan.of(step, g, tables) for g in groups if g.kind == "state"), None)
         ops = _page_ops(step)
-        return cls(index, value, ops, step.tokens, positions, sequence_of, step.rows, plans, decode, states)
+        return cls(index, value, ops, step.tokens, positions, sequence_of, step.rows, end, plans, decode, states)
 
     def padded(self, size: int) -> DevicePlan:
         """The same with states for a step of `size` tokens: padding is sequences of one, or one sequence."""
@@ -172,9 +169,9 @@ class DevicePlan:
         return replace(self, states=self.states.padded(*((more, 1) if self.decode else (1, more))))
 
 
-def most_items(lanes: int, target: int, max_model_len: int) -> int:
+def most_items(lanes: int, programs: int) -> int:
     """So many decodes are never cut into more items (see `plan_decode`): room that a captured graph reads them from."""
-    return lanes + max(2 * target, lanes * -(-max_model_len // MAX_CHUNK))
+    return lanes + programs
 
 
 def _table_writes(step: Step, tables: Tables) -> tuple[Int32, Int32]:
@@ -185,9 +182,9 @@ def _table_writes(step: Step, tables: Tables) -> tuple[Int32, Int32]:
         if isinstance(op, Writes):
             index.append(op.virtual + tables.at[op.group])
             value.append(op.physical)
+    if len(index) == 1 and not len(writes.row):
+        return writes.row, writes.virtual
     where, what = np.concatenate(index), np.concatenate(value)
-    if not len(where):
-        return where, what
     # The last write of an entry is the one that counts; nothing reads tables in between.
     order = np.arange(len(where), dtype=np.int32)
     tables.mark[where] = order
@@ -215,28 +212,48 @@ class _Work:
     counts: Int32  # [S]
     past: Int32  # [S]
     end: Int32  # [S], behind the last cached token that is read: a chunk's own come from the activations
-    chunks: Int64 | None  # [C] of the sequences; None if C = 0
-    decodes: Int64 | slice | None  # [D]; None if D = 0
+    chunks: Int32 | None  # [C] of the sequences; None if C = 0
+    decodes: Int32  # [D]
 
     @classmethod
-    def of(cls, start: Int32, counts: Int32, past: Int32) -> _Work:
+    def of(cls, start: Int32, counts: Int32, past: Int32, decodes: Int32 | None) -> _Work:
+        """decodes: all sequences, if that is what they are."""
+        if decodes is not None:
+            return cls(start, counts, past, past + 1, None, decodes)
         single = counts == 1
-        if single.all():
-            return cls(start, counts, past, past + 1, None, slice(None))
-        decodes = np.flatnonzero(single)
-        return cls(start, counts, past, past + single, np.flatnonzero(~single), decodes if len(decodes) else None)
+        found, chunks = (np.flatnonzero(which).astype(np.int32) for which in (single, ~single))
+        return cls(start, counts, past, past + single, chunks, found)
 
-    def plan(self, group: Group, tile: int, target: int, *, chunked: bool) -> GroupPlan:
-        """What one group reads."""
-        page_size, window = group.spec.page_size, group.window
-        first = np.zeros_like(self.past)  # what a query sees, as in `isthmus.kernels.reference.Sight`
-        if window is not None:
-            first = self.past // window * window if chunked else np.maximum(self.past - (window - 1), 0)
-        items = tiles = None
-        if (d := self.decodes) is not None:
-            which = np.arange(len(first), dtype=np.int32)[d]
-            items, _ = plan_decode(self.start[d], which, first[d], self.end[d], target_items=target)
-        if (c := self.chunks) is not None:
-            bounds = np.stack((self.start[c], self.start[c] + self.counts[c]))
-            tiles = plan_prefill(bounds, self.past[c], c, tile, window)
-        return GroupPlan(first // page_size, -(-self.end // page_size), items, tiles)
+    def plan(
+        self,
+        groups: Sequence[Group],
+        page_size: int,
+        tile: Mapping[str, int],
+        programs: Mapping[str, int],
+        chunked: Collection[str],
+    ) -> dict[str, GroupPlan]:
+        """What each group reads."""
+        firsts = np.zeros((len(groups), len(self.past)), np.int32)  # as in `isthmus.kernels.reference.Sight`
+        for first, group in zip(firsts, groups, strict=True):
+            if group.window is not None and group.name in chunked:
+                np.subtract(self.past, self.past % group.window, out=first)
+            elif group.window is not None:
+                np.maximum(self.past - (group.window - 1), 0, out=first)
+        decodes, tiles = self._decodes(groups, firsts, programs), self._tiles(groups, tile)
+        parts = zip(groups, firsts // page_size, decodes, tiles, strict=True)
+        return {group.name: GroupPlan(first, work, cut) for group, first, work, cut in parts}
+
+    def _decodes(self, groups: Sequence[Group], firsts: Int32, programs: Mapping[str, int]) -> list[DecodeWork]:
+        d, start, end = self.decodes, self.start, self.end
+        if len(d) < len(start):
+            start, end, firsts = start[d], end[d], firsts[:, d]
+        shared = zip(groups, firsts, strict=True)
+        return [plan_decode(start, d, first, end, programs=programs[group.name]) for group, first in shared]
+
+    def _tiles(self, groups: Sequence[Group], tile: Mapping[str, int]) -> Sequence[Int32] | Sequence[None]:
+        if (c := self.chunks) is None:
+            return [None] * len(groups)
+        bounds = np.stack((self.start[c], self.start[c] + self.counts[c]))
+        blocks = [tile[group.name] for group in groups]
+        cut = {block: cut_chunks(bounds, self.past[c], c, block) for block in set(blocks)}
+        return [dearest_first(cut[block], block, group.window) for block, group in zip(blocks, groups, strict=True)]

@@ -3,9 +3,9 @@
     launch(step) = plan on the host -> one upload -> page moves -> table writes -> translate -> forward -> sample
 
 Everything is queued on one stream, in order, and nothing is read back, so a step can be launched while the one before
-it runs: sampled tokens stay on the device (one per row of the block table) and are the next step's inputs. A step in
-which every sequence decodes is the replay of a CUDA graph, greedy sampling included; any other step is the replay of a
-graph of the layers, and what follows them is launched.
+it runs: sampled tokens stay on the device (one per row of the block table) and are the next step's inputs. From the
+table writes to the forward a step is one call, which CUDA graphs hold. Where every sequence decodes greedy sampling is
+part of the graph; in other steps what follows the layers is launched.
 
 Without a GPU it runs under Triton's interpreter, launch by launch: slow, for tests.
 """
@@ -29,19 +29,19 @@ from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, 
 from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
-from isthmus.engine.padding import ALIGN, padding_items, padding_tiles
+from isthmus.engine.padding import ALIGN, padded_items, padding_tiles
 from isthmus.engine.step import Result, Results, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head_tiles, prefill_tile
-from isthmus.kernels.pages import copy_pages, fill_pages, scatter, translate
+from isthmus.kernels.pages import NOWHERE, copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
-from isthmus.model.device_states import DeviceStates, StateInputs
+from isthmus.model.device_states import DeviceStates, FixedChunks, StateInputs
 from isthmus.model.layout import ModelLayout, decoder
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
 
 _PROGRAMS_PER_CORE = 2  # of a decode
-_WRITES = 1 << 11  # of table entries that a step of decodes makes, but for very few
+_WRITES = 1 << 11  # of table entries that a graph makes; steps with more of them, which are few, launch them
 _PACKED_BYTES = 4 << 20  # of a step's arrays that are not a graph's, before they take a copy of their own
 _SCORE_BYTES = 256 << 20  # of float32 logits at a time
 
@@ -108,7 +108,7 @@ class DeviceRunner:
     ) -> None:
         self.model, self.layout, self.arena = model, layout, arena
         self.device = arena.device
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._max_num_seqs = max_num_seqs
         self._groups = {group.name: group for group in layout.groups}
         self._tokens = [group.name for group in layout.groups if group.space == "tokens"]
         self._tables = Tables.of(layout.groups, num_ids, max_num_seqs, max_model_len)
@@ -124,14 +124,14 @@ class DeviceRunner:
         ranks = latent_ranks(model)
         shape = {name: _shape(layout, name, ranks) for name in self._tokens}
         programs = _PROGRAMS_PER_CORE * _cores(self.device)
-        # Programs of a KV head's queries, which is also how many items are worth having.
-        self._targets = {name: max(1, programs // s.units) for name, s in shape.items()}
+        # Of a KV head's queries.
+        self._programs = {name: max(1, programs // s.units) for name, s in shape.items()}
         width = next(model.parameters()).dtype.itemsize
         self._tile = {name: prefill_tile(s.group, s.k_dim, s.v_dim, width) for name, s in shape.items()}
         padding = max(0, max(graphs.get(True, ()), default=0) - max_num_seqs)  # lanes that no sequence ever has
         workspaces = {
             name: Workspace.of(
-                most_items(max_num_seqs, self._targets[name], max_model_len) + padding,
+                most_items(max_num_seqs, self._programs[name]) + padding,
                 s.kv_heads * s.group,
                 s.v_dim,
                 self.device,
@@ -143,17 +143,20 @@ class DeviceRunner:
             for layer, owner in layout.owner.items()
             if owner == layer
         }
-        self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspaces, self._targets)
+        self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspaces)
         self._states = DeviceStates(state_views(arena, layout.groups))
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}
         self._last = self._zeros(max_num_seqs + 1)  # sampled last, by row; one row more for padding
         self._decodes: Graphs[Outputs] | None = None
         self._mixed: Graphs[Tensor] | None = None
-        # What graphs read in place: by decodes alone or not, and size. What else a step of decodes brings is there too,
-        # so that there are no views to be made of it.
+        self._fills = {
+            "feed": max_num_seqs,
+            "sequence_of": NOBODY,
+            "index": NOWHERE,
+        }  # of padding; 0 in what is not here
+        # What graphs read in place: by decodes alone or not, and size.
         self._places = {(alone, size): self._layout(alone, size) for alone in graphs for size in graphs[alone]}
-        self._fixed: dict[int, Mapping[str, Tensor]] = {}  # views of the places of decodes alone, by size
         fixed = max((layout.nbytes for layout in self._places.values()), default=0)
         self._packer = Packer(self.device, fixed + _PACKED_BYTES)
         most = max(max_num_batched_tokens + ALIGN, *(size for sizes in graphs.values() for size in sizes), 0)
@@ -168,7 +171,7 @@ class DeviceRunner:
 
     def launch(self, step: Step) -> Launch:
         """Queue a step; returns before it has run."""
-        plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._targets, self.layout.chunked)
+        plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._programs, self.layout.chunked)
         with torch.inference_mode():
             every = plan.decode and len(step.samples) == len(step.rows)  # one sample for each token, in order
             if self._decodes is not None and every and not step.scores:
@@ -195,9 +198,12 @@ class DeviceRunner:
 
     def _replay(self, graphs: Graphs[Outputs], step: Step, plan: DevicePlan) -> Launch:
         size, n = graphs.size(len(step.rows)), len(step.rows)
-        self._upload(plan.padded(size), size, self._places[True, size])
+        views = self._upload(plan.padded(size), size, self._places[True, size])
         outputs = graphs.replay(size)
-        return Launch(self._sample(step, outputs.logits[:n], outputs.tokens[:n], self._fixed[size]["rows"][:n]))
+        tokens = outputs.tokens[:n]
+        if step.plain:
+            return Launch(self._sampler.chosen(tokens))
+        return Launch(self._draw(step, outputs.logits[:n], views["feed"]))
 
     def _decode(self, inputs: Inputs) -> Outputs:
         logits = self._head(self._forward(inputs))
@@ -209,24 +215,25 @@ class DeviceRunner:
 
     def _run(self, step: Step, plan: DevicePlan) -> Launch:
         wanted = _array([sample.index for sample in step.samples])
+        drawn = plan.rows[plan.sequence_of[wanted]]
         graph = self._graph_of(plan)
         if self._mixed is None or graph is None:
             size = -(-len(step.tokens) // ALIGN) * ALIGN
             plan = plan.padded(size)
-            views = self._upload(plan, size, wanted=wanted)
-            slots = {name: slots[:size] for name, slots in self._slots.items()}
-            hidden = self._forward(self._given(views, slots, plan))
+            views = self._upload(plan, size, wanted=wanted, drawn=drawn)
+            hidden = self._forward(self._given(views, size, plan))
         else:
-            views = self._upload(plan, graph, self._places[False, graph], wanted=wanted)
+            views = self._upload(plan, graph, self._places[False, graph], wanted=wanted, drawn=drawn)
             hidden = self._mixed.replay(graph)
         scores = self._scores(step.scores, hidden)
         if not step.samples:
             return Launch(None, scores)
         logits = self._head(hidden.index_select(0, views["wanted"]))
+        if not step.plain:
+            return Launch(self._draw(step, logits, views["drawn"]), scores)
         tokens = greedy(logits, self.layout.vocab_size)
-        rows = views["rows"].index_select(0, views["sequence_of"].index_select(0, views["wanted"]))
-        scatter(self._last, rows, tokens, len(tokens))
-        return Launch(self._sample(step, logits, tokens, rows), scores)
+        scatter(self._last, views["drawn"], tokens, len(tokens))
+        return Launch(self._sampler.chosen(tokens), scores)
 
     def _graph_of(self, plan: DevicePlan) -> int | None:
         """The size of the graph that runs the step; None: none does."""
@@ -234,10 +241,10 @@ class DeviceRunner:
             return None
         if plan.states is None:
             return self._mixed.size(len(plan.tokens))
-        if len(plan.tokens) >= self._mixed.sizes[-1]:
-            return None
-        size = self._mixed.size(len(plan.tokens) + 1)
-        return size if self._chunk_places(size).hold(plan.states) else None
+        tokens = len(plan.tokens)
+        # Padding costs less than launches, up to as many tokens again.
+        sizes = (size for size in self._mixed.sizes if tokens < size <= 2 * (tokens + ALIGN))
+        return next((size for size in sizes if self._chunk_places(size).hold(plan.states)), None)
 
     def _chunk_places(self, size: int) -> ChunkPlaces:
         return ChunkPlaces.of(size, self._max_num_seqs)
@@ -251,56 +258,63 @@ class DeviceRunner:
 
     def _layout(self, alone: bool, size: int) -> Layout:
         """The places of what a graph reads, in bytes; `alone`: it is for decodes alone."""
-        sizes = dict.fromkeys(("tokens", "feed", "positions", "sequence_of"), 4 * size)
         sequences = min(size, self._max_num_seqs)
+        sizes = dict.fromkeys(("tokens", "feed", "positions", "sequence_of"), 4 * size)
+        sizes |= {"end": 4 * sequences, "index": 4 * _WRITES, "value": 4 * _WRITES}
         for name in self._tokens:
-            most = most_items(sequences, self._targets[name], self._max_model_len)
-            sizes |= {f"{name}.items": _ROW_BYTES * (most + size - sequences if alone else most), f"{name}.count": 4}
-            if alone:
-                sizes |= {f"{name}.first": 4 * sequences, f"{name}.end": 4 * sequences}
-            else:  # every chunk ends in a tile that may not be full, the padding's too
+            most = most_items(sequences, self._programs[name]) + (size - sequences if alone else 0)
+            sizes |= {f"{name}.items": _ROW_BYTES * most, f"{name}.bounds": 4 * (self._programs[name] + 1)}
+            sizes[f"{name}.first"] = 4 * sequences
+            if not alone:  # every chunk ends in a tile that may not be full, the padding's too
                 sizes[f"{name}.tiles"] = _ROW_BYTES * (size // self._tile[name] + min(size, sequences + 1))
-        if alone:
-            sizes |= {"rows": 4 * sequences, "index": 4 * _WRITES, "value": 4 * _WRITES}
+        if not alone:
+            sizes["rows"] = 4 * sequences
         if self._mixers and alone:
             sizes |= {"states.entry": 4 * size, "states.fresh": size}
         elif self._mixers:
             sizes |= self._chunk_places(size).sizes()
-        return Layout.of(sizes)
+        return Layout.of(sizes, self._fills)
 
     def _inputs(self, alone: bool, size: int) -> Inputs:
         """What a graph reads, holding a step of padding."""
         places = self._places[alone, size]
         room = {name: capacity // 4 for name, (_, capacity) in places.places.items()}
         sections: dict[str, NDArray[Any]] = {name: np.zeros(n, np.int32) for name, n in room.items()}
-        sections["feed"][:] = self._max_num_seqs
-        sections["sequence_of"][:] = NOBODY
+        for name, fill in self._fills.items():
+            sections[name][:] = fill
         if self._mixers and alone:
             sections["states.entry"][:] = self._null_state
             sections["states.fresh"] = np.ones(size, np.bool_)
         elif self._mixers:
             sections |= self._chunk_places(size).arrays(StatePlan.empty(self._null_state))
-        views = self._packer.upload(sections, places)
-        if alone:
-            self._fixed[size] = dict(views)
-        for slots in self._slots.values():
-            slots.fill_(NOBODY)
-        return self._given(views, {name: slots[:size] for name, slots in self._slots.items()}, None)
+        return self._given(self._packer.upload(sections, places), size, None)
 
-    def _given(self, views: Mapping[str, Tensor], slots: Mapping[str, Tensor], plan: DevicePlan | None) -> Inputs:
-        """Uploaded arrays as a forward takes them; of a plan, only what it has."""
-        groups = {}
+    def _given(self, views: Mapping[str, Tensor], size: int, plan: DevicePlan | None) -> Inputs:
+        """Uploaded arrays as a forward of `size` tokens takes them; of a plan, only what it has."""
+        groups, end = {}, views["end"]
         for name in self._tokens:
             items = tiles = None
             if f"{name}.items" in views and (plan is None or len(views[f"{name}.items"])):
-                items = DecodeItems(views[f"{name}.items"].view(-1, FIELDS), views[f"{name}.count"])
+                items = DecodeItems(views[f"{name}.items"].view(-1, FIELDS), views[f"{name}.bounds"])
             if f"{name}.tiles" in views and (plan is None or len(views[f"{name}.tiles"])):
                 chunked = name in self.layout.chunked
                 rows, window = views[f"{name}.tiles"].view(-1, FIELDS), self._groups[name].window
                 tiles = PrefillTiles(rows, self._tile[name], window, chunked)
-            groups[name] = GroupStep(slots[name], self._page_tables[name], items, tiles)
+            groups[name] = GroupStep(self._slots[name][:size], self._page_tables[name], items, tiles)
         states = self._state_inputs(views, None if plan is None else plan.states) if self._mixers else None
-        return Inputs(views["tokens"], views["feed"], views["positions"], groups, states)
+        return Inputs(
+            views["tokens"],
+            views["feed"],
+            views["positions"],
+            views["sequence_of"],
+            views["rows"] if "rows" in views else views["feed"][: len(end)],  # decodes: a token each
+            views["index"],
+            views["value"],
+            {name: views[f"{name}.first"] for name in self._tokens},
+            end,
+            groups,
+            states,
+        )
 
     def _state_inputs(self, views: Mapping[str, Tensor], plan: StatePlan | None) -> StateInputs:
         """Of a plan, or of a graph."""
@@ -311,48 +325,45 @@ class DeviceRunner:
         starts, ends, decodes, chunks = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks"))
         if plan is not None and "states.owner" not in views:
             return StateInputs(plan.query_start, entry, fresh, starts, ends, decodes, chunks)
-        return StateInputs(np.zeros(0, np.int64), entry, fresh, starts, ends, decodes, chunks, views["states.owner"])
+        fixed = FixedChunks.of(views)
+        return StateInputs(np.zeros(0, np.int64), entry, fresh, starts, ends, decodes, chunks, fixed)
 
     def _upload(
         self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section
     ) -> Mapping[str, Tensor]:
-        """Upload a step padded to `size` tokens, and bring arena and tables to where the planner is."""
-        sections = {**self._sections(plan, size, places), **more}
-        alone = places is not None and "index" in places.places
-        many = alone and len(plan.index) > _WRITES
+        """Upload a step padded to `size` tokens, and move the pages that must; table writes without a place too."""
+        sections = self._sections(plan, size, places)
+        many = places is not None and len(plan.index) > _WRITES
         if many:
             sections |= {"index": plan.index[:0], "value": plan.index[:0], "all": plan.index, "values": plan.value}
-        views: Mapping[str, Tensor] = self._packer.upload(sections, places)
-        if alone:
-            fixed = self._fixed[size]
-            views = fixed if len(views) == len(fixed) else {**views, **fixed}
+        views = self._packer.upload(sections | more, places)
+        for i, op in enumerate(plan.pages):
+            self._apply(op, views, i)
         if many:
-            views = {**views, "index": views["all"], "value": views["values"]}
-        self._prepare(plan, views, {name: slots[:size] for name, slots in self._slots.items()})
+            scatter(self._table, views["all"], views["values"], len(plan.index))
         return views
 
     def _sections(self, plan: DevicePlan, size: int, places: Layout | None) -> dict[str, NDArray[Any]]:
         """What is uploaded, flat arrays by name. Padding reads nothing of the cache and writes nothing to it."""
         live, more = len(plan.tokens), size - len(plan.tokens)
-        sections: dict[str, NDArray[Any]] = {
-            "tokens": _pad(plan.tokens, more, 0),
-            "feed": _pad(plan.rows[plan.sequence_of], more, self._max_num_seqs),
-            "positions": _pad(plan.positions, more, 0),
-            "sequence_of": _pad(plan.sequence_of, more, NOBODY),
-            "rows": plan.rows,
-            "index": plan.index,
-            "value": plan.value,
-        }
+        feed = plan.rows if plan.decode else plan.rows[plan.sequence_of]
+        sections: dict[str, NDArray[Any]]
+        sections = {"tokens": plan.tokens, "feed": feed, "positions": plan.positions, "sequence_of": plan.sequence_of}
+        if places is None and more:  # those of a graph are filled where they lie
+            sections = {name: _pad(array, more, self._fills.get(name, 0)) for name, array in sections.items()}
+        sections |= {"index": plan.index, "value": plan.value, "end": plan.end}
+        alone = places is not None and "rows" not in places.places  # the graph is for decodes alone
+        if not alone:
+            sections["rows"] = plan.rows
         for name, group in plan.groups.items():
-            alone = places is not None and f"{name}.tiles" not in places.places  # the graph is for decodes alone
-            items = _NO_WORK if group.items is None else group.items
+            decodes = group.decodes
             tiles = _NO_WORK if group.tiles is None else group.tiles
             if more and alone:
-                items = np.concatenate((items, padding_items(live, size)))
+                decodes = padded_items(decodes, live, size)
             elif more:
                 tiles = np.concatenate((tiles, padding_tiles(live, size, self._tile[name])))
-            sections |= {f"{name}.first": group.first, f"{name}.end": group.end}
-            sections |= {f"{name}.items": items, f"{name}.count": _array([len(items)])}
+            sections[f"{name}.first"] = group.first
+            sections[f"{name}.items"], sections[f"{name}.bounds"] = decodes.items, decodes.bounds
             if not alone:
                 sections[f"{name}.tiles"] = tiles
         if (states := plan.states) is not None and places is not None and "states.owner" in places.places:
@@ -369,27 +380,25 @@ class DeviceRunner:
                 sections[f"destination{i}"] = op.destination
         return sections
 
-    def _prepare(self, plan: DevicePlan, views: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
-        """Bring arena and tables to where the planner is, and make this step's ids physical."""
-        for i, op in enumerate(plan.pages):
-            self._apply(op, views, i)
-        scatter(self._table, views["index"], views["value"], len(plan.index))
-        for name, group in plan.groups.items():
+    def _prepare(self, inputs: Inputs) -> None:
+        """Bring the tables to where the planner is, and make this step's ids physical."""
+        scatter(self._table, inputs.index, inputs.value, len(inputs.index))
+        for name, group in inputs.groups.items():
             translate(
                 self._table,
-                views["rows"],
-                views[f"{name}.first"],
-                views[f"{name}.end"],
-                views["sequence_of"],
-                views["positions"],
-                self._page_tables[name],
-                slots[name],
+                inputs.rows,
+                inputs.first[name],
+                inputs.end,
+                inputs.sequence_of,
+                inputs.positions,
+                group.page_table,
+                group.slots,
                 table_at=self._tables.at[name],
                 table_size=self._tables.num_ids[name] + 1,
                 blocks_at=0,
                 block_columns=self._tables.columns,
                 page_size=self._tables.page_size,
-                columns=int((group.end - group.first).max()),
+                columns=self._tables.columns,
             )
 
     def _apply(self, op: PageOp, views: Mapping[str, Tensor], i: int) -> None:
@@ -400,7 +409,8 @@ class DeviceRunner:
             fill_pages(self.arena, page_bytes, views[f"source{i}"], 0xFF)
 
     def _forward(self, inputs: Inputs) -> Tensor:
-        """Hidden states `[T, width]` behind the last layer's norm."""
+        """Hidden states `[T, width]` behind the last layer's norm. Pages are where they must be."""
+        self._prepare(inputs)
         self._batch.step, self._batch.positions = inputs.groups, inputs.positions
         if inputs.states is not None:
             self._states.step = inputs.states.step(self._table)
@@ -413,10 +423,8 @@ class DeviceRunner:
         ).last_hidden_state
         return hidden[0]
 
-    def _sample(self, step: Step, logits: Tensor, tokens: Tensor, rows: Tensor) -> Drawn:
-        """The samples' tokens, `tokens` being the greedy ones, which `_last` has for `rows` already."""
-        if step.plain:
-            return Drawn.of(tokens)
+    def _draw(self, step: Step, logits: Tensor, rows: Tensor) -> Drawn:
+        """The samples' tokens, which their rows' next step takes in."""
         drawn = self._sampler(logits, step.samples)
         scatter(self._last, rows, drawn.tokens, len(drawn.tokens))
         return drawn

@@ -32,24 +32,49 @@ __all__ = ["DeviceSampler", "Drawn", "Scored", "greedy", "score_later"]
 
 _EDITED_BYTES = 64 << 20  # of edited rows at a time
 _PACKED_BYTES = 4 << 20  # of what is uploaded, but for very many edits
+_UPLOADS = 2  # of a step at most
+_SPARE = 256  # numbers in memory that is used again, at least
 _HOTTEST = 1e30  # above it all tokens weigh the same, and the inverse stays a float32
 
 
-class _Copy:
-    """A device tensor on its way to pinned memory, behind what is queued on the current stream now."""
+class _Pinned:
+    """Host memory that a device writes to, and the event of the copy that does."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        on_gpu = tensor.device.type == "cuda"
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        self._host.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(tensor.device))
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.empty(size, dtype=dtype, pin_memory=on_gpu)
+        self.array: NDArray[Any] = self.host.numpy()
+        self.event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+
+class _Copy:
+    """A device tensor on its way to pinned memory, behind what is queued on the current stream now.
+
+    Memory is taken from `spare`, if there is any of its size, and is back there when the copy was waited for; all of it
+    is of one dtype.
+    """
+
+    def __init__(self, tensor: Tensor, spare: list[_Pinned] | None = None) -> None:
+        self._shape, self._spare, n = tensor.shape, spare, tensor.numel()
+        pinned = spare.pop() if spare else None
+        if pinned is None or len(pinned.array) < n:
+            pinned = _Pinned(n if spare is None else max(n, _SPARE), tensor.dtype, tensor.device)
+        pinned.host.narrow(0, 0, n).copy_(tensor.reshape(-1), non_blocking=True)
+        if pinned.event is not None:
+            pinned.event.record(torch.cuda.current_stream(tensor.device))
+        self._pinned: _Pinned | None = pinned
 
     def wait(self) -> NDArray[Any]:
-        if self._event is not None:
-            self._event.synchronize()
-        array: NDArray[Any] = self._host.numpy()
+        """Called once."""
+        pinned, self._pinned = self._pinned, None
+        assert pinned is not None
+        if pinned.event is not None:
+            pinned.event.synchronize()
+        array = pinned.array[: self._shape.numel()].reshape(self._shape)
+        if self._spare is None:
+            return array
+        array = array.copy()
+        self._spare.append(pinned)
         return array
 
 
@@ -84,13 +109,8 @@ class Drawn:
     _scored: Scored | None = None
     _rows: Sequence[int] = ()  # that are scored
 
-    @classmethod
-    def of(cls, tokens: Tensor) -> Drawn:
-        """Of tokens chosen already, int32 [R]: their buffer may be reused in stream order."""
-        return cls(tokens, _Copy(tokens))
-
     def results(self) -> Results:
-        """One per row, in order, as `isthmus.engine.sampler.Sampler` has them; waits for the device."""
+        """One per row, in order, as `isthmus.engine.sampler.Sampler` has them; waits for the device. Called once."""
         tokens, more = self._copy.wait(), dict[int, Sampled]()
         for row, scored in zip(self._rows, self._scored.results() if self._scored else (), strict=True):
             more[row] = scored
@@ -154,7 +174,9 @@ class DeviceSampler:
     def __init__(self, eos_token_ids: Collection[int], vocab_size: int, device: torch.device | str) -> None:
         self._eos = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self._packer = Packer(device, _PACKED_BYTES)
+        # While one step waits to run, the next must not wait for its uploads.
+        self._packer = Packer(device, _PACKED_BYTES, ring=2 * _UPLOADS)
+        self._spare: list[_Pinned] = []  # for tokens
         self._random = random.Random()  # for rows without a seed
 
     def __call__(self, logits: Tensor, samples: Sequence[SampleRow]) -> Drawn:
@@ -173,10 +195,14 @@ class DeviceSampler:
             tokens = greedy(logits, self._vocab_size)
         rows = [i for i, sample in enumerate(samples) if sample.params.logprobs is not None]
         if not rows:
-            return Drawn.of(tokens)
+            return self.chosen(tokens)
         wanted = [samples[i].params.logprobs or 0 for i in rows]
         scored = _score(self._packer, logits, self._vocab_size, rows, tokens, wanted)
-        return Drawn(tokens, _Copy(tokens), scored, rows)
+        return Drawn(tokens, _Copy(tokens, self._spare), scored, rows)
+
+    def chosen(self, tokens: Tensor) -> Drawn:
+        """Of tokens chosen already, int32 [R]: their buffer may be reused in stream order."""
+        return Drawn(tokens, _Copy(tokens, self._spare))
 
     def _choose(self, logits: Tensor, samples: Sequence[SampleRow], edited: Sequence[int]) -> Tensor:
         """int32 [R], of rows that are not all greedy and unedited."""

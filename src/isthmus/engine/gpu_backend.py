@@ -31,6 +31,7 @@ from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
 _GRAPH_BYTES = 8 << 20  # that the driver keeps of one graph, with room to spare
+_FLAT = 128  # tokens: up to about so many a step takes as long as its weights are read, so padding costs little
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class GpuBackend:
         # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
         self.described = str(prepare(model, compiled=self._graphs))
-        if any(group.kind == "state" for group in layout.groups):
+        self._has_states = any(group.kind == "state" for group in layout.groups)
+        if self._has_states:
             self.described += f", chunks of states by {chunk_library(model.dtype)}"
         self.footprint = self._measure(laps)
         self.graph_bytes = self.footprint.graphs
@@ -87,13 +89,14 @@ class GpuBackend:
 
     def _sizes(self) -> dict[bool, tuple[int, ...]]:
         """Of graphs: for decodes alone, and for other steps, but not where those have states of which chunks take
-        operations in numbers that depend on their lengths."""
+        operations in numbers that depend on their lengths. Capturing takes time: small ones are an octave apart."""
         scheduler = self._config.scheduler
         sizes = {True: lane_counts(scheduler.max_num_seqs)}
         if self._chunks_in_graphs:
             most = scheduler.max_num_batched_tokens
-            sizes[False] = token_counts(most)
-            if any(group.kind == "state" for group in self._layout.groups) and sizes[False][-1] == most:
+            *smaller, largest = token_counts(most)
+            sizes[False] = (*(n for n in smaller if n >= _FLAT or n.bit_count() == 1), largest)
+            if self._has_states and largest == most:
                 sizes[False] += (most + ALIGN,)  # with states a token is padding's, see `ChunkPlaces`
         return sizes
 
@@ -132,6 +135,7 @@ class GpuBackend:
         laps.lap("layers and kernels compiled")
         if not self._graphs:
             return Footprint(activations, 0)
+        launched = self._peak(runner, steps, before) if self._has_states else 0  # without what compiling took
         del runner
         gc.collect()
         torch.cuda.empty_cache()
@@ -145,7 +149,8 @@ class GpuBackend:
         each = {True: self._layout.vocab_size, False: width}
         others = itemsize * sum(each[alone] * sum(some[:-1]) for alone, some in sizes.items())
         launches = _GRAPH_BYTES * sum(len(some) - 1 for some in sizes.values())
-        activations = self._peak(runner, steps, torch.cuda.memory_allocated(self._device))
+        replayed = self._peak(runner, steps, torch.cuda.memory_allocated(self._device))
+        activations = max(launched, replayed)  # with states there are steps that no graph holds
         laps.lap("graphs measured")
         return Footprint(activations, max(0, largest) + others + launches)
 

@@ -6,6 +6,7 @@ replay, padding included, so what an earlier, larger step left behind cannot be 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,11 +41,17 @@ def token_counts(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a captured forward reads; T tokens."""
+    """What a captured forward reads; T tokens, S sequences. All but slots and page tables in `groups` is uploaded."""
 
     tokens: Tensor  # int32 [T], below 0 where the row's last sampled token is meant
     feed: Tensor  # int32 [T]: the rows
     positions: Tensor  # int32 [T]
+    sequence_of: Tensor  # int32 [T], below 0: padding
+    rows: Tensor  # int32 [S]
+    index: Tensor  # int32: what is written to the tables before anything reads them, see `scatter`
+    value: Tensor
+    first: Mapping[str, Tensor]  # int32 [S] of each group: columns of the block table that are read, see `translate`
+    end: Tensor  # int32 [S]
     groups: Mapping[str, GroupStep]
     states: StateInputs | None  # None: the model has none
 
@@ -86,11 +93,12 @@ class Graphs(Generic[T]):
                     raise ModelError(
                         f"the forward cannot be captured in a CUDA graph ({line}): use --enforce-eager"
                     ) from error
+                graph.replay()  # over the same inputs: the first time it is brought to the device, which takes long
                 self._graphs[size] = graph, outputs
 
     def size(self, tokens: int) -> int:
         """Of the graph that a step of so many tokens replays."""
-        return next(n for n in self.sizes if n >= tokens)
+        return self.sizes[bisect.bisect_left(self.sizes, tokens)]
 
     def replay(self, size: int) -> T:
         """Run the forward over the inputs as they are now."""

@@ -11,7 +11,7 @@ The device side needs no ring: the copies and the kernels that read them run on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
@@ -34,20 +34,25 @@ _DTYPES = {
 
 Sections: TypeAlias = Mapping[str, NDArray[Any]]
 
+_Places: TypeAlias = list[tuple[str, NDArray[Any], int, int]]
+"""Of a layout in a host buffer: name, place, its size, what it is filled with."""
+
 
 def _align(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Fixed places in the device buffer, for what a CUDA graph reads.
 
-    `places` maps a name to (offset, capacity) in bytes; offsets are multiples of 16. ValueError for places that
-    overlap or are not aligned.
+    `places` maps a name to (offset, capacity) in bytes; offsets are multiples of 16. `fills` has what the rest of a
+    place is filled with behind a section, 0 where it has nothing. ValueError for places that overlap or are not
+    aligned.
     """
 
     places: Mapping[str, tuple[int, int]]
+    fills: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         end = 0
@@ -59,13 +64,13 @@ class Layout:
             end = offset + capacity
 
     @classmethod
-    def of(cls, capacities: Mapping[str, int]) -> Layout:
+    def of(cls, capacities: Mapping[str, int], fills: Mapping[str, int] | None = None) -> Layout:
         """Places of those capacities in bytes, one behind the other."""
         places, end = {}, 0
         for name, capacity in capacities.items():
             places[name] = (end, capacity)
             end = _align(end + capacity)
-        return cls(places)
+        return cls(places, fills or {})
 
     @cached_property
     def nbytes(self) -> int:
@@ -92,6 +97,7 @@ class _Staging:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self.array: NDArray[np.uint8] = self.bytes.numpy()
         self._typed = {dtype: self.array.view(dtype) for dtype in _DTYPES}
+        self._layouts: dict[Layout, _Places] = {}
 
     def acquire(self, nbytes: int) -> None:
         """Wait until nobody reads the buffer, and make it at least that large."""
@@ -105,14 +111,37 @@ class _Staging:
         first = offset // array.itemsize
         self._typed[array.dtype][first : first + array.size] = array.reshape(-1)
 
-    def clear(self, start: int, end: int) -> None:
-        """Zeros to bytes [start, end)."""
-        self.array[start:end] = 0
+    def fill(self, sections: Sections, layout: Layout) -> None:
+        """Write every place of the layout: its section, then what it is filled with."""
+        places = self._layouts.get(layout)
+        if places is None:
+            places = self._layouts[layout] = self._places(sections, layout)
+        for name, place, size, rest in places:
+            array = sections[name]
+            n = array.size
+            assert n <= size, (
+                f"section {name!r} has {array.nbytes} bytes, its place in the layout {place.nbytes}: it cannot grow"
+            )
+            assert array.dtype == place.dtype
+            place[:n] = array if array.ndim == 1 else array.reshape(-1)
+            if n < size:
+                place[n:] = rest
+
+    def _places(self, sections: Sections, layout: Layout) -> _Places:
+        """Of a layout, whose sections have the same dtypes every time."""
+        places = []
+        for name, (offset, room) in layout.places.items():
+            assert name in sections, f"section {name!r} of the layout is missing: a graph would read the last step's"
+            dtype = sections[name].dtype
+            assert dtype in _DTYPES, f"cannot pack an array of {dtype}"
+            first, size = offset // dtype.itemsize, room // dtype.itemsize
+            places.append((name, self._typed[dtype][first : first + size], size, layout.fills.get(name, 0)))
+        return places
 
     def copy(self, start: int, end: int, target: Tensor) -> None:
         """Enqueue the copy of bytes [start, end) to the start of `target` on the current stream."""
         if end > start:
-            target[: end - start].copy_(self.bytes[start:end], non_blocking=True)
+            target.narrow(0, 0, end - start).copy_(self.bytes.narrow(0, start, end - start), non_blocking=True)
 
     def release(self) -> None:
         """Say that all copies of this round are enqueued."""
@@ -135,26 +164,31 @@ class _Target:
 class Views(Mapping[str, Tensor]):
     """What was uploaded, by name, each view made when it is asked for: of a graph's inputs nobody does."""
 
-    def __init__(self, sections: Sections, places: Mapping[str, tuple[_Target, int]]) -> None:
+    def __init__(
+        self, sections: Sections, target: _Target, layout: Layout | None, loose: _Target, at: Mapping[str, int]
+    ) -> None:
         self._sections = sections
-        self._places = places  # buffer and byte offset
+        self._target, self._fixed = target, {} if layout is None else layout.places
+        self._loose, self._at = loose, at  # where the others lie, and from which byte on
         self._made: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         view = self._made.get(name)
         if view is None:
-            target, offset = self._places[name]
-            view = self._made[name] = target.view(offset, self._sections[name])
+            array = self._sections[name]
+            fixed = name in self._fixed
+            view = self._target.view(self._fixed[name][0], array) if fixed else self._loose.view(self._at[name], array)
+            self._made[name] = view
         return view
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._sections
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._sections)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._sections)
 
 
 def _grown(nbytes: int, needed: int) -> int:
@@ -186,52 +220,36 @@ class Packer:
         """Views of the device buffer by name, with the arrays' shapes and dtypes, each on 16 bytes.
 
         Without a layout sections are packed tightly in their order. With one, each of its names must be among the
-        sections and fit its place, whose rest is filled with zeros (nothing stale in a padding lane); other sections
-        follow behind it. The arrays may be changed at once. The views hold, in stream order, until the next upload;
-        upload and readers must be on the same stream.
+        sections and fit its place, whose rest is filled (nothing stale in a padding lane); other sections follow
+        behind it. The arrays may be changed at once. The views hold, in stream order, until the next upload; upload
+        and readers must be on the same stream.
 
         AssertionError for a dtype other than bool, uint8, int32, int64, float32, float64, and for a layout that a
         section or the device buffer is too small for.
         """
-        fixed = self._check(sections, layout) if layout is not None else {}
-        start = end = layout.nbytes if layout is not None else 0
-        offsets: dict[str, int] = {}
+        fixed: Mapping[str, tuple[int, int]] = {} if layout is None else layout.places
+        start = end = 0 if layout is None else layout.nbytes
+        capacity = len(self._fixed.bytes)
+        assert start <= capacity, f"a layout of {start} bytes in a device buffer of {capacity}"
+        at: dict[str, int] = {}
         for name, array in sections.items():
-            assert array.dtype in _DTYPES, f"cannot pack an array of {array.dtype}"
-            if name in fixed:
-                offsets[name] = fixed[name][0]
-            else:
-                offsets[name] = end
+            if name not in fixed:
+                assert array.dtype in _DTYPES, f"cannot pack an array of {array.dtype}"
+                at[name] = end
                 end = _align(end + array.nbytes)
         staging = self._ring[self._turn]
         self._turn = (self._turn + 1) % len(self._ring)
         staging.acquire(end)
-        for name, array in sections.items():
-            staging.write(offsets[name], array)
-        for name, (offset, room) in fixed.items():
-            staging.clear(offset + sections[name].nbytes, offset + room)
-        together = end <= len(self._fixed.bytes)
+        if layout is not None:
+            staging.fill(sections, layout)
+        for name, offset in at.items():
+            staging.write(offset, sections[name])
+        together = end <= capacity
         staging.copy(0, end if together else start, self._fixed.bytes)
         if not together:
             if end - start > len(self._overflow.bytes):
                 self._overflow = _Target(self.device, _grown(len(self._overflow.bytes), end - start))
             staging.copy(start, end, self._overflow.bytes)
+            at = {name: offset - start for name, offset in at.items()}
         staging.release()
-        return Views(
-            sections,
-            {
-                name: (self._fixed, offset) if together or name in fixed else (self._overflow, offset - start)
-                for name, offset in offsets.items()
-            },
-        )
-
-    def _check(self, sections: Sections, layout: Layout) -> Mapping[str, tuple[int, int]]:
-        capacity = len(self._fixed.bytes)
-        assert layout.nbytes <= capacity, f"a layout of {layout.nbytes} bytes in a device buffer of {capacity}"
-        for name, (_, room) in layout.places.items():
-            assert name in sections, f"section {name!r} of the layout is missing: a graph would read the last step's"
-            needed = sections[name].nbytes
-            assert needed <= room, (
-                f"section {name!r} has {needed} bytes, its place in the layout {room}: it cannot grow"
-            )
-        return layout.places
+        return Views(sections, self._fixed, layout, self._fixed if together else self._overflow, at)

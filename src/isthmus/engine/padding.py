@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.kernels.plan import FIELDS
+from isthmus.kernels.plan import FIELDS, DecodeWork
 
 ALIGN = 8
 """Tokens: matrix products like their number to be a multiple."""
@@ -13,12 +13,17 @@ ALIGN = 8
 Int32 = NDArray[np.int32]
 
 
-def padding_items(start: int, end: int) -> Int32:
-    """Items for a step of decodes: zeros for tokens [start, end)."""
+def padded_items(work: DecodeWork, start: int, end: int) -> DecodeWork:
+    """Of a step of decodes, with zeros for tokens [start, end): those go round, beginning with the last program."""
     items = np.zeros((end - start, FIELDS), np.int32)
     items[:, 0] = np.arange(start, end)
     items[:, 6] = 1
-    return items
+    programs = len(work.bounds) - 1
+    each = np.full(programs, len(items) // programs)
+    each[programs - len(items) % programs :] += 1
+    bounds = work.bounds.copy()
+    bounds[1:] += np.cumsum(each, dtype=np.int32)
+    return DecodeWork(np.insert(work.items, np.repeat(work.bounds[1:], each), items, 0), bounds, work.slots)
 
 
 def padding_tiles(start: int, end: int, block: int) -> Int32:

@@ -2,7 +2,7 @@
 
 Who reads what is planned on the host (`kernels/plan.py`) and carried in small integer tensors, so launches need
 nothing from the device. No call allocates or synchronises: all of them can be captured in a CUDA graph, and a graph
-of `decode_attention` serves any lengths, because the number of live items is read on the device.
+of `decode_attention` serves any lengths, because each program reads on the device which items are its own.
 
 A layer's kernels are specialised by head counts and sizes, page size, dtypes, how far relative scores reach, and
 whether there is a soft cap, a sink, or (prefill) a window or chunks; never by lengths, batch sizes, or the window's
@@ -64,7 +64,7 @@ class DecodeItems:
     """The work of one decode launch, on the device: see `plan_decode`."""
 
     items: Tensor  # int32 [capacity, 8], contiguous
-    count: Tensor  # int32 [1]: how many of them are live
+    bounds: Tensor  # int32 [programs of a KV head + 1], contiguous: where each one's items begin
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,6 @@ def decode_attention(
     workspace: Workspace,
     how: Scoring,
     *,
-    num_programs: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     config: DecodeConfig | None = None,
@@ -157,9 +156,9 @@ def decode_attention(
     """One query token per sequence over its cached tokens, its own row among them; writes `out` at the plan's tokens.
 
     query `[T, heads, k_dim]` and out `[T, heads, v_dim]`, unit last stride; pages as in `Pages`; `page_table` int32
-    `[rows, columns]`, unit last stride, valid where the plan reads. `num_programs` programs per KV head, or tile of
-    its query heads, share the items: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by
-    `k_scale` and `v_scale`; by `k_scale` alone where values are the first elements of keys.
+    `[rows, columns]`, unit last stride, valid where the plan reads. The plan's programs are those of one KV head, or tile
+    of its query heads: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale` and
+    `v_scale`; by `k_scale` alone where values are the first elements of keys.
     """
     pages = Pages.of(key_pages, value_pages)
     heads = query.shape[1]
@@ -172,14 +171,14 @@ def decode_attention(
     )
     relative = _Relative.of(how, query)
     tail = pages.k_dim - pages.v_dim if pages.shared else 0
-    decode_kernel[(num_programs * pages.kv_heads * tiles,)](
+    decode_kernel[((len(plan.bounds) - 1) * pages.kv_heads * tiles,)](
         query,
         out,
         key_pages,
         value_pages,
         page_table,
         plan.items,
-        plan.count,
+        plan.bounds,
         workspace.rows,
         workspace.stats,
         workspace.counters,

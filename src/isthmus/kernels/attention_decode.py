@@ -1,10 +1,11 @@
 """One query token per sequence over its pages: split over the keys, merged by whoever finishes last.
 
-A program takes (item, KV head) pairs until none is left, so one launch serves any number of items and a captured
-CUDA graph serves any lengths. An item is a range of one sequence's cached tokens. The programs of a sequence that
-has several leave (maximum, sum, weighted rows) in the workspace; parts are merged in the order of their slots,
-whoever does it, in two levels: one program alone would need longer to read hundreds of parts than all of them
-needed to make them. The split over keys is that of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+There are as many programs of a KV head as run at once, and each has its items, as the host has shared them out: so one
+launch serves any number of items and a captured CUDA graph serves any lengths. An item is a range of one sequence's
+cached tokens. The programs of a sequence that has several leave (maximum, sum, weighted rows) in the workspace; parts
+are merged in the order of their slots, whoever does it, in two levels: one program alone would need longer to read
+hundreds of parts than all of them needed to make them. The split over keys is that of Flash-Decoding (Dao, Haziza,
+Massa and Sizov, 2023).
 
 Blocks begin at multiples of BLOCK_N counted from token 0, so where pages have at least BLOCK_N tokens a block lies
 in one page and one page number is looked up per block.
@@ -167,7 +168,7 @@ def _join_parts(
 
 
 @triton.jit(
-    do_not_specialize=["p_table", "p_items", "p_count", "p_sinks", "p_relative", "table_stride", "page_vectors"]
+    do_not_specialize=["p_table", "p_items", "p_bounds", "p_sinks", "p_relative", "table_stride", "page_vectors"]
 )
 def decode_kernel(
     p_query: tl.tensor,
@@ -176,7 +177,7 @@ def decode_kernel(
     p_value: tl.tensor,
     p_table: tl.tensor,
     p_items: tl.tensor,
-    p_count: tl.tensor,
+    p_bounds: tl.tensor,
     p_rows: tl.tensor,
     p_stats: tl.tensor,
     p_counters: tl.tensor,
@@ -221,9 +222,10 @@ def decode_kernel(
     key_inside = (o_key < K_DIM - TAIL)[None, :]
     value_inside = (o_value < V_DIM)[None, :]
     tail_inside = (o_tail < TAIL)[None, :]
-    for work in tl.range(tl.program_id(0), tl.load(p_count) * units, tl.num_programs(0)):
-        i_head = work % units
-        p_item = p_items + work // units * 8
+    i_head = tl.program_id(0) % units
+    p_own = p_bounds + tl.program_id(0) // units
+    for work in tl.range(tl.load(p_own), tl.load(p_own + 1)):
+        p_item = p_items + work * 8
         token = tl.load(p_item).to(tl.int64)
         p_pages = p_table + tl.load(p_item + 1) * table_stride
         first = tl.load(p_item + 2)

@@ -1,8 +1,10 @@
 """What a GPU does with pages and tables between two forwards, as Triton kernels: copy, fill, scatter, translate.
 
-Every function is one launch on the current stream, sized by live counts that the host knows, and none reads the
-device back. Integers are typed and unspecialised, and so are the small tensors that a step brings, whatever their
-alignment: a kernel is compiled once per set of element types and never while serving.
+Every function is one launch on the current stream, and none reads the device back. Copies and fills are sized by live
+counts that the host knows. Scatter and translate are sized by the tensors they are given, and how much of them means
+something is theirs to say, so a CUDA graph holds them for steps of any numbers. Integers are typed and unspecialised,
+and so are the small tensors that a step brings, whatever their alignment: a kernel is compiled once per set of element
+types and never while serving.
 
 With `TRITON_DEBUG=1` a table index out of range traps; without it ids and pages are the planner's word.
 """
@@ -24,6 +26,12 @@ COPY_BYTES = 8192
 
 ENTRIES = 256
 """Of a table per program."""
+
+NOWHERE = -1
+"""As an index of `scatter`: nothing is written."""
+
+_TABLE_PROGRAMS = 1024
+"""Of a translation, for the columns of all its sequences: all of them run at once on a large GPU."""
 
 _INT32_END = 1 << 31
 
@@ -59,8 +67,8 @@ def _scatter_kernel(
     p_buffer: tl.tensor, p_index: tl.tensor, p_value: tl.tensor, size: tl.int64, n: tl.int32, BLOCK: tl.constexpr
 ) -> None:
     o_entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = o_entries < n
-    b_index = tl.load(p_index + o_entries, mask=inside, other=0)
+    b_index = tl.load(p_index + o_entries, mask=o_entries < n, other=-1)
+    inside = b_index != -1  # NOWHERE
     tl.device_assert((b_index >= 0) & (b_index < size), "scatter: index outside the buffer", mask=inside)
     b_value = tl.load(p_value + o_entries, mask=inside)
     tl.store(p_buffer + b_index, b_value, mask=inside)
@@ -116,13 +124,16 @@ def _translate_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
-    if pid < table_programs:  # a tile of one sequence's columns
+    if pid < table_programs:  # every `tiles`-th tile of one sequence's columns
         i_sequence = pid // tiles
-        o_column = tl.load(p_first + i_sequence) + (pid % tiles) * BLOCK + tl.arange(0, BLOCK)
-        wanted = o_column < tl.load(p_end + i_sequence)
         row = tl.load(p_rows + i_sequence)
-        b_read = _lookup(p_tables, size, table_at, table_size, blocks_at, block_columns, row, o_column, wanted)
-        tl.store(p_page_table + i_sequence.to(tl.int64) * page_table_stride + o_column, b_read, mask=wanted)
+        end = tl.load(p_end + i_sequence)
+        p_line = p_page_table + i_sequence.to(tl.int64) * page_table_stride
+        for column in range(tl.load(p_first + i_sequence) + (pid % tiles) * BLOCK, end, tiles * BLOCK):
+            o_column = column + tl.arange(0, BLOCK)
+            wanted = o_column < end
+            b_read = _lookup(p_tables, size, table_at, table_size, blocks_at, block_columns, row, o_column, wanted)
+            tl.store(p_line + o_column, b_read, mask=wanted)
     else:  # a run of the flat batch
         o_token = (pid - table_programs) * BLOCK + tl.arange(0, BLOCK)
         b_sequence = tl.load(p_sequence + o_token, mask=o_token < tokens, other=-1)
@@ -177,9 +188,9 @@ def scatter(buffer: Tensor, index: Tensor, value: Tensor, n: int) -> None:
 
     Args:
         buffer: int32 [m], contiguous.
-        index: int32 [>= n], distinct: of two writes to one entry either may be the one that stays.
+        index: int32 [>= n], NOWHERE or distinct: of two writes to one entry either may be the one that stays.
         value: int32 [>= n].
-        n: entries to write, may be 0.
+        n: entries to look at, may be 0.
     """
     assert buffer.dtype == index.dtype == value.dtype == torch.int32
     assert 0 <= n <= min(len(index), len(value))
@@ -228,7 +239,7 @@ def translate(
         blocks_at: where the block table begins.
         block_columns: entries per row of the block table.
         page_size: tokens per page, a constant of the model (compiled in).
-        columns: the largest `end - first` of the step; may be 0.
+        columns: `end - first` is never more; may be 0. More of them than there are take programs that end at once.
     """
     assert all(x.dtype == torch.int32 for x in (tables, rows, first, end, sequence_of, page_table))
     assert position.dtype in (torch.int32, torch.int64)
@@ -237,7 +248,7 @@ def translate(
     assert len(sequence_of) == len(position) == len(slots)
     assert page_table.stride(1) == 1
     assert columns <= min(block_columns, page_table.shape[1])
-    tiles = triton.cdiv(max(columns, 0), ENTRIES)
+    tiles = min(triton.cdiv(max(columns, 0), ENTRIES), max(1, _TABLE_PROGRAMS // max(1, len(rows))))
     table_programs = len(rows) * tiles
     programs = table_programs + triton.cdiv(len(slots), ENTRIES)
     if not programs:

@@ -79,7 +79,6 @@ class DeviceBatch:
         owner: Mapping[int, int],
         pages: Mapping[int, LayerPages],
         workspaces: Mapping[str, Workspace],
-        num_programs: Mapping[str, int],
     ) -> None:
         self.step: Mapping[str, GroupStep] = {}  # by group
         self.positions = torch.empty(0, dtype=torch.int64)  # [T], of the step
@@ -87,7 +86,6 @@ class DeviceBatch:
         self._owner = owner
         self._pages = pages
         self._workspaces = workspaces
-        self._num_programs = num_programs
         self.handle = _register(self)
 
     def attend(
@@ -116,17 +114,8 @@ class DeviceBatch:
             write_kv(key, value, pages.key, pages.value, step.slots)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         if step.items is not None:
-            decode_attention(
-                query,
-                out,
-                pages.key,
-                pages.value,
-                step.page_table,
-                step.items,
-                self._workspaces[group],
-                how,
-                num_programs=self._num_programs[group],
-            )
+            workspace = self._workspaces[group]
+            decode_attention(query, out, pages.key, pages.value, step.page_table, step.items, workspace, how)
         if step.tiles is not None:
             prefill_attention(query, out, key, value, pages.key, pages.value, step.page_table, step.tiles, how)
         return out

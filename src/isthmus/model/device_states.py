@@ -9,7 +9,8 @@ everything else is the CPU's operation, whose tensor operators run anywhere. In 
 looks at the host, and all tensors have fixed places, so that a CUDA graph can hold it. To give an operation a kernel:
 a function here with the operation's signature, and its name in `OPERATIONS`.
 
-Sequences with several tokens are a library's, where it is installed and takes their numbers (`LIBRARY`).
+Sequences with several tokens are a library's, where it is installed and takes their numbers (`LIBRARY`). A graph holds
+them where chunks of any lengths are the same launches (`Operation.fixed`).
 """
 
 from __future__ import annotations
@@ -52,11 +53,28 @@ class Lanes(NamedTuple):
     tokens: Tensor  # int64 [n]
 
 
+@dataclass(frozen=True)
+class FixedChunks:
+    """How a step's tokens belong to its sequences, where a graph runs it: at fixed places on the device."""
+
+    owner: Tensor  # int64 [T]: the sequence of each token
+    chunks: Tensor  # as in `Packed`, like the next two
+    bounds: Tensor
+    tokens: Tensor
+    sequences: Tensor  # int64 [M] of the step, those with several tokens and padding's
+
+    @classmethod
+    def of(cls, views: Mapping[str, Tensor]) -> FixedChunks:
+        """Of the places that `isthmus.engine.chunk_places` names."""
+        packed = (views[f"states.packed.{name}"] for name in ("chunks", "bounds", "tokens", "sequences"))
+        return cls(views["states.owner"], *packed)
+
+
 @dataclass
 class DeviceStep(StateStep):
     """A step whose tensors are on a device. `fresh` is there always; padding has page 0, and is fresh."""
 
-    fixed: Tensor | None = None  # `owner`, where a graph runs the step; None: the host knows it by `query_start`
+    fixed: FixedChunks | None = None  # None: the host knows it by `query_start`
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -80,13 +98,16 @@ class DeviceStep(StateStep):
     def owner(self) -> Tensor:
         """int64 [T]: the sequence of each token."""
         if self.fixed is not None:
-            return self.fixed
+            return self.fixed.owner
         (owner,) = self._together([np.repeat(np.arange(len(self.query_start) - 1), np.diff(self.query_start))])
         return owner
 
     @cached_property
     def packed(self) -> tuple[Packed, ...]:
         """Sequences with several tokens, as a library takes them."""
+        if (fixed := self.fixed) is not None:
+            bounds = fixed.bounds.view(-1)  # another object for every forward, see `isthmus.kernels.fla_chunks`
+            return (self._pack(fixed.chunks, bounds, fixed.tokens, fixed.sequences, whole=False),)
         packs, total = fla_chunks.pack(self.query_start, fla_chunks.MEMBERS), int(self.query_start[-1])
         parts = (self._together(arrays) for arrays in packs)
         return tuple(self._pack(*part, whole=len(part[2]) == total) for part in parts)
@@ -94,7 +115,7 @@ class DeviceStep(StateStep):
     def _pack(self, chunks: Tensor, bounds: Tensor, tokens: Tensor, sequences: Tensor, *, whole: bool) -> Packed:
         assert self.fresh is not None
         pages, fresh = (x.index_select(0, sequences) for x in (self.pages, self.fresh))
-        return Packed(chunks, bounds, tokens, replace(self, pages=pages, fresh=fresh), whole)
+        return Packed(chunks, bounds, tokens, pages, fresh, whole)
 
 
 @dataclass(frozen=True)
@@ -108,23 +129,13 @@ class StateInputs:
     ends: Tensor  # int64 [S]
     decodes: Tensor  # int64
     chunks: Tensor  # int64
-    fixed: Tensor | None = None  # int64 [T], see `DeviceStep`
+    fixed: FixedChunks | None = None
 
     def step(self, tables: Tensor) -> DeviceStep:
         """With ids made physical."""
         pages = tables.index_select(0, self.entry).long()
-        upload = partial(_upload, tables.device)
-        return DeviceStep(
-            self.query_start,
-            pages,
-            self.fresh,
-            self.starts,
-            self.ends,
-            self.decodes,
-            self.chunks,
-            upload,
-            fixed=self.fixed,
-        )
+        upload, where = partial(_upload, tables.device), (self.starts, self.ends, self.decodes, self.chunks)
+        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, fixed=self.fixed)
 
 
 def _upload(device: torch.device, array: NDArray[Any]) -> Tensor:
@@ -164,7 +175,7 @@ class DeviceStates:
         views, rest = self._views[layer], iter(inputs)
         given = [views[part] if part else next(rest) for part in parts]
         how = self._operations[operation]
-        self._fixed[operation] = how.fixed
+        self._fixed[operation] = how.fixed(given)
         return how.run(self.step, *given, **settings)
 
     @property
@@ -298,6 +309,19 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
+def _never(given: Sequence[Any]) -> bool:
+    return False
+
+
+def _always(given: Sequence[Any]) -> bool:
+    return True
+
+
+def _fits(given: Sequence[Any]) -> bool:
+    _, query, key, value, *_ = given
+    return fla_chunks.fits(query, key, value)
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation as a device runs it."""
@@ -305,15 +329,16 @@ class Operation:
     run: Callable[..., Tensor]  # (step, views and inputs, **settings)
     shape: int  # which of the inputs has the output's shape
     dtype: int  # which has its dtype
-    fixed: bool = False  # chunks of any lengths are the same launches, and a graph of them was seen to be right
+    fixed: Callable[[Sequence[Any]], bool] = _never
+    """Are chunks of any lengths the same launches? By the view and the inputs."""
 
 
 OPERATIONS: Mapping[str, Operation] = {
-    "causal_conv": Operation(_conv, 0, 0, fixed=True),
+    "causal_conv": Operation(_conv, 0, 0, _always),
     "gated_delta_rule": Operation(partial(_delta, gated_delta_rule), 2, 0),
     "kimi_delta_rule": Operation(partial(_delta, kimi_delta_rule), 2, 0),
-    "ssd": Operation(_ssd, 2, 2, fixed=True),
-    "lightning_attention": Operation(_lightning, 2, 2, fixed=True),
+    "ssd": Operation(_ssd, 2, 2, _always),
+    "lightning_attention": Operation(_lightning, 2, 2, _always),
     "selective_scan": Operation(_scan, 0, 0),
     "rglru": Operation(_rglru, 0, 0),
 }
@@ -324,7 +349,7 @@ _RULES = {"gated_delta_rule": gated_delta_rule, "kimi_delta_rule": kimi_delta_ru
 LIBRARY: Mapping[str, Operation] = {
     **OPERATIONS,
     **{
-        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)))
+        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)), fixed=_fits)
         for name, rule in _RULES.items()
     },
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.engine.config import CACHE_DTYPES, DTYPES, SchedulerConfig, parse_fractions, parse_size
+from isthmus.engine.config import CACHE_DTYPES, DTYPES, parse_fractions, parse_size
 from isthmus.errors import ConfigError
 from isthmus.flags import Parser
 
