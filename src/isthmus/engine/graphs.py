@@ -24,9 +24,12 @@ T = TypeVar("T")
 
 
 def lane_counts(most: int) -> tuple[int, ...]:
-    """Sizes for decodes alone: 2, 4, 8, 16, 32, then every 32 up to at least `most`. (1 is compiled apart.)"""
-    powers = [n for n in (2, 4, 8, 16) if n < most]
-    return (*powers, *range(32, most + 31, 32)) if most > 16 else (*powers, max(2, most))
+    """Sizes for decodes alone: powers of two up to 32, every 32 up to 256, every 64 up to at least `most`. (1 is
+    compiled apart.)"""
+    sizes = [n for n in (2, 4, 8, 16) if n < most] + [max(2, most)] * (most <= 16)
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (16 if sizes[-1] < 32 else 32 if sizes[-1] < 256 else 64))
+    return tuple(sizes)
 
 
 def token_counts(most: int) -> tuple[int, ...]:

@@ -156,9 +156,9 @@ def decode_attention(
     """One query token per sequence over its cached tokens, its own row among them; writes `out` at the plan's tokens.
 
     query `[T, heads, k_dim]` and out `[T, heads, v_dim]`, unit last stride; pages as in `Pages`; `page_table` int32
-    `[rows, columns]`, unit last stride, valid where the plan reads. The plan's programs are those of one KV head, or tile
-    of its query heads: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale` and
-    `v_scale`; by `k_scale` alone where values are the first elements of keys.
+    `[rows, columns]`, unit last stride, valid where the plan reads. The plan's programs are those of one KV head, or
+    tile of its query heads: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale`
+    and `v_scale`; by `k_scale` alone where values are the first elements of keys.
     """
     pages = Pages.of(key_pages, value_pages)
     heads = query.shape[1]
