@@ -25,8 +25,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-TILE = Tile(4096, 4)
-"""16 KiB, 8 vectors of 16 bytes per thread."""
+TILE = Tile(2048, 1)
+"""A warp by itself waits for no other: the fastest of nine on an H200 (128 heads of 64 x 128), by 2 %."""
 
 STRAIGHT = tl.constexpr(20.0)
 """Above it softplus is its argument, as in torch."""
