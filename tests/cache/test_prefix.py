@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from isthmus.cache import KINDS
+from isthmus.cache.nodes import Nodes
 from isthmus.cache.prefix import PrefixCache
 from isthmus.memory import Group, Pool, opaque_spec
 from tests.cache.life import LARGE, SHAPES, Life, groups_of, prompt, total
@@ -262,3 +263,33 @@ def test_an_id_is_unlocked_once() -> None:
     life.cache.unlock("full", np.array(row.ids[:1]))
     with pytest.raises(AssertionError, match="unlocked more often than locked"):
         life.cache.unlock("full", np.array(row.ids[:1]))
+
+
+def test_chains_that_are_made_together_are_those_made_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        together, single = Nodes(), Nodes()
+        for _ in range(4):
+            runs = []
+            for _ in range(int(rng.integers(1, 4))):
+                stem, first = int(rng.integers(3)), int(rng.integers(4))
+                pages = [b"%d-%d" % (stem if i < 3 else 10 + int(rng.integers(5)), i) for i in range(8)]
+                chain = [b"/".join(pages[: i + 1]) for i in range(8)]
+                runs.append((chain, first, first + int(rng.integers(1, 5))))
+            slots = together.reach_all(runs, 7)
+            assert slots.tolist() == [
+                single.reach(chain, column, 7) for chain, start, end in runs for column in range(start + 1, end + 1)
+            ]
+            for nodes in (together, single):
+                nodes.page[slots] = 1
+            for name in ("parent", "depth", "children", "last"):
+                assert np.array_equal(getattr(together, name)[: together.top], getattr(single, name)[: single.top])
+            leaves = slots[together.children[slots] == 0]
+            for nodes in (together, single):
+                nodes.page[leaves] = 0
+            together.remove(np.unique(leaves))
+            for slot in np.unique(leaves).tolist():
+                single.page[single.parent[slot]] = 1
+                single.prune(slot)
+            assert together._slot == single._slot
+            assert together._free == single._free

@@ -133,7 +133,7 @@ def test_limits_that_nobody_reaches_do_not_keep_others_out() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_who_fits_beside_nobody_runs_when_it_is_the_oldest(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = scheduler_of(Pool(1 << 14, groups(PAGE, *SHAPES[shape])))
-    monkeypatch.setattr(Room, "fits_ahead", lambda self, running, chunks: False)
+    monkeypatch.setattr(Room, "fits_ahead", lambda *_: False)
     sequences = [ask(scheduler, 10 * i, 5) for i in (3, 1, 2)]
     while scheduler.has_work:
         step(scheduler)
@@ -155,7 +155,7 @@ def test_the_outlook_is_what_comes_to_pass(shape: str, prefix_caching: bool) -> 
     placement.unbind_passed(running.rows, running.past)
     before, past = used(scheduler), running.past.copy()
     moments = np.arange(30)[:, None]
-    gains = placement.outlook(running.rows, past, past + moments, np.ones((30, 3)))
+    gains = placement.outlook(placement.held(running.rows, past), past + moments, np.ones((30, 3)))
     for i in range(30):
         planned = scheduler.schedule()
         assert planned is not None
@@ -172,7 +172,7 @@ def test_nobody_is_promised_pages_that_others_share(shape: str) -> None:
     step(scheduler)
     before, rows = used(scheduler), scheduler.running.rows[1:]
     past = scheduler.running.past[1:]
-    gains = scheduler.placement.outlook(rows, past, past[None], np.zeros((1, 2)))
+    gains = scheduler.placement.outlook(scheduler.placement.held(rows, past), past[None], np.zeros((1, 2)))
     for name in ("1", "2"):
         scheduler.abort(name)
     for name, left in used(scheduler).items():

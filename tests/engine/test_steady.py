@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from isthmus.cache.prefix import PrefixCache
+from isthmus.engine.placement import Placement
 from isthmus.engine.sequence import Request, Status
 from isthmus.engine.step import Result, Results, Sampled, Step
+from isthmus.memory import Copies, Writes
 from isthmus.params import SamplingParams
-from tests.engine.scripted import expected
+from tests.engine.scripted import VOCAB, expected
 from tests.engine.test_core import Answers, EngineFor, engine_for, run
 from tests.engine.test_prefix_scheduling import WarmWorld
 from tests.engine.test_scheduler import World
@@ -229,3 +232,86 @@ def test_where_there_is_no_room_pages_are_had_one_by_one() -> None:
     world.finish()
     assert world.scheduler.counters.preemptions > 0
     world.assert_answers()
+
+
+# -- those that wait ---------------------------------------------------------------------------------------------
+
+
+class Count:
+    """How often these methods are called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> None:
+        self.calls = {name: 0 for _, name in methods}
+        for owner, name in methods:
+            patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+
+    def _counted(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **more: object) -> object:
+            self.calls[name] += 1
+            return method(*args, **more)
+
+        return counted
+
+
+@pytest.mark.parametrize("shape", ["full", "full+window", "full+state"])
+def test_who_is_refused_for_memory_costs_nothing_more_while_nothing_has_changed(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked up and priced once, and is given no row to take back."""
+    world = WarmWorld(shape, 4, 1 if shape == "full" else 2, 80, budget=128, overlap=True)
+    for i in range(4):
+        world.ask([i, *range(20, 50)], 45)
+    for _ in range(4):
+        world.advance()
+    late = world.ask([i % VOCAB for i in range(60, 60 + 77)], 3)
+    world.advance()
+    count = Count(
+        monkeypatch,
+        (PrefixCache, "match"),
+        (Placement, "gains"),
+        (Placement, "take_row"),
+        (Placement, "vacate"),
+    )
+    for _ in range(8):
+        world.advance()
+        assert late.sequences[0].waited_for == "memory"
+    assert count.calls == {"match": 0, "gains": 0, "take_row": 0, "vacate": 0}
+    world.finish()
+    world.assert_answers()
+
+
+def test_states_of_one_step_are_saved_together() -> None:
+    world = WarmWorld("full+state", 4, 12, 60, budget=64)
+    for i in range(4):
+        world.ask([i, *range(20, 31)], 10)
+    world.step()  # 8 tokens each: to the last boundary before the last token
+    step = world.step()
+    copies = [op for op in step.delta.ops if isinstance(op, Copies)]
+    assert [len(op.source) for op in copies] == [4]
+    assert sum(isinstance(op, Writes) and op.group == "state1" for op in step.delta.ops) == 1
+    world.finish()
+    world.assert_answers()
+
+
+def test_continuations_that_are_asked_for_together_compute_their_prompt_once() -> None:
+    world = WarmWorld("full", 4, 12, 60, budget=64)
+    world.ask([1, 2, 3], 4)
+    world.ask([4, 5, 6], 4)
+    world.ask(list(range(20, 37)), 4, n=3)  # the oldest runs, one is asked for, then two
+    world.step()
+    assert world.scheduler.counters.computed_tokens == 3 + 3 + 17
+    assert [s.row >= 0 for s in world.requests[2].sequences] == [True, False, False]
+    world.finish()
+    world.assert_answers()
+
+
+def test_who_shares_nothing_does_not_hold_up_others() -> None:
+    """Its full pages are no news, however often it is asked for them: when memory is short, and when others start."""
+    world = WarmWorld("full", 4, 1, 60, budget=128, overlap=True)
+    for i in range(4):
+        world.scheduler.add(request := Request(f"p{i}", [i] * 20, SamplingParams(max_tokens=38, prompt_logprobs=1)))
+        world.requests.append(request)
+    world.ask(list(range(9)), 20)
+    world.serve()
+    assert world.scheduler.counters.preemptions > 0
+    assert all(r.is_finished for r in world.requests)

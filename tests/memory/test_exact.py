@@ -81,6 +81,9 @@ def test_plan_exists_exactly_when_an_arrangement_does(shape: str, pins: bool) ->
         for _ in range(40):
             want = traffic.demand(4)
             expected = arrangement_exists(pool, want, cells)
+            assert pool.could(want) == expected
+            back = {name: region.live // 3 for name, region in pool.regions.items()}
+            assert pool.could(want, back) == bool(pool.plan(want, back))
             assert traffic.grant(want) == expected, f"seed {seed}: {want} in {pool.usage()}"
             answers[expected] += 1
             if rng.random() < 0.5:

@@ -82,6 +82,11 @@ class Holdings:
         self.idle[group] -= len(ids)
         return ids
 
+    def newly(self, lock: str, ids: Ids) -> dict[str, int]:
+        """Pages per group that these ids hold and nobody has locked; an id may stand here for several sequences."""
+        free = np.unique(ids[self.locks[lock][ids] == 0])
+        return {name: self._count(name, free) for name in self.roles.counted(lock)}
+
     def lock(self, name: str, ids: Ids) -> None:
         """One more sequence uses each of these; an id may stand here for several sequences."""
         locks = self.locks[name]
@@ -155,5 +160,9 @@ class Holdings:
 
     def _tally(self, lock: str, ids: Ids, sign: int) -> None:
         for group in self.roles.counted(lock):
-            everyone = group in self.roles.covering or group in self.roles.states
-            self.idle[group] += sign * (len(ids) if everyone else int(self.pool.is_bound(group, ids).sum()))
+            self.idle[group] += sign * self._count(group, ids)
+
+    def _count(self, group: str, ids: Ids) -> int:
+        """Pages that these ids hold in the group."""
+        everyone = group in self.roles.covering or group in self.roles.states
+        return len(ids) if everyone else int(np.count_nonzero(self.pool.is_bound(group, ids)))

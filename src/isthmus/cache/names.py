@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from secrets import token_bytes
 
+import numpy as np
+from numpy.typing import NDArray
+
 _NAME_BYTES = 16
 
 
@@ -21,7 +24,7 @@ class Namer:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
+        self.keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
 
     def root(self, salt: str | None) -> bytes:
         """What the first page of a chain follows: the same for the same salt alone."""
@@ -29,7 +32,7 @@ class Namer:
 
     def name(self, content: bytes) -> bytes:
         """The keyed hash of these bytes."""
-        state = self._keyed.copy()
+        state = self.keyed.copy()
         state.update(content)
         return state.digest()
 
@@ -47,12 +50,19 @@ class Names:
         """How many tokens are named: the ones `extend` wants next start here."""
         return len(self.pages) * self._namer.page_size
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
         """Name the full pages among the tokens that follow those named so far; a remainder is left for later."""
         size = self._namer.page_size
         whole = len(tokens) - len(tokens) % size
-        content = struct.pack(f"{whole}i", *tokens[:whole])
+        if isinstance(tokens, np.ndarray):
+            content = tokens[:whole].tobytes()
+        else:
+            content = struct.pack(f"{whole}i", *tokens[:whole])
         step = size * struct.calcsize("i")
+        copy, last, add = self._namer.keyed.copy, self._last, self.pages.append
         for start in range(0, len(content), step):
-            self._last = self._namer.name(self._last + content[start : start + step])
-            self.pages.append(self._last)
+            state = copy()
+            state.update(last + content[start : start + step])
+            last = state.digest()
+            add(last)
+        self._last = last

@@ -61,6 +61,41 @@ class Nodes:
             slot = self._add(names[column], slot, column + 1, clock)
         return slot
 
+    def reach_all(self, runs: Sequence[tuple[Sequence[bytes], int, int]], clock: int) -> Slots:
+        """The slots of `names[first:end]` of each run `(names, first, end)`, made with whatever ancestors are missing.
+
+        The same as `reach` of one after the other.
+        """
+        names = [name for chain, first, end in runs for name in chain[first:end]]
+        slots = np.fromiter(map(self._slot.get, names, repeat(0)), np.int64, len(names))
+        new = np.flatnonzero(slots == 0)
+        fresh = names if len(new) == len(names) else [names[i] for i in new.tolist()]
+        above = [self._slot.get(chain[first - 1], 0) if first else 0 for chain, first, _ in runs]
+        orphans = any(first and not slot for slot, (_, first, _) in zip(above, runs, strict=True))
+        if orphans or len(set(fresh)) < len(fresh):  # of equals the second finds the first
+            columns = ((chain, column) for chain, first, end in runs for column in range(first + 1, end + 1))
+            return np.array([self.reach(chain, column, clock) for chain, column in columns], np.int64)
+        if len(new):
+            slots[new] = self._take(len(new))
+            first, end = np.array([run[1:] for run in runs]).T
+            start = np.cumsum(end - first) - (end - first)
+            depth = np.arange(len(slots)) + np.repeat(first - start, end - first) + 1
+            parent = np.concatenate(([0], slots[:-1]))
+            parent[start] = above
+            self._put(fresh, slots[new], parent[new], depth[new], clock)
+        return slots
+
+    def remove(self, slots: Slots) -> None:
+        """Forget distinct nodes that hold nothing and have no children but one another."""
+        np.subtract.at(self.children, self.parent[slots], 1)
+        assert not self.children[slots].any(), "prefix cache: a node that has children was to go"
+        for slot in slots.tolist():
+            del self._slot[self._name[slot]]
+            self._free.append(slot)
+        self.parent[slots] = self.depth[slots] = 0
+        self.restore[slots] = False
+        self.last[slots] = _NEVER
+
     def prune(self, slot: int) -> None:
         """Forget a node that holds nothing and has no children; then its parent likewise, and so on."""
         while self.depth[slot] and not (self.children[slot] or self.page[slot] or self.snapshot[slot]):
@@ -113,6 +148,25 @@ class Nodes:
         self.last[slot] = clock
         self.children[parent] += 1
         return slot
+
+    def _take(self, n: int) -> Slots:
+        """Slots that are free, in the order in which they are taken one by one."""
+        free = min(n, len(self._free))
+        slots = self._free[len(self._free) - free :][::-1]
+        del self._free[len(self._free) - free :]
+        slots += range(self.top, self.top + n - free)
+        self.top += n - free
+        while self.top > len(self.parent):
+            self._widen(2 * len(self.parent))
+        return np.array(slots, np.int64)
+
+    def _put(self, names: Sequence[bytes], slots: Slots, parent: Slots, depth: Slots, clock: int) -> None:
+        """New nodes, parents that are new too before their children."""
+        for name, slot in zip(names, slots.tolist(), strict=True):
+            self._slot[name] = slot
+            self._name[slot] = name
+        self.parent[slots], self.depth[slots], self.last[slots] = parent, depth, clock
+        np.add.at(self.children, parent, 1)
 
     def _widen(self, size: int) -> None:
         more = size - len(self.parent)

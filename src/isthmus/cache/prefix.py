@@ -34,7 +34,7 @@ from isthmus.cache.roles import Roles
 from isthmus.memory import Pool
 
 Price: TypeAlias = Callable[[Mapping[str, int], Mapping[str, int]], object]
-"""`Pool.plan`, or what its owner asks instead: is the demand met (truthy) if these pages were released first?"""
+"""`Pool.could`, or what its owner asks instead: is the demand met (truthy) if these pages were released first?"""
 
 Run: TypeAlias = tuple[Names, int, int]
 """Columns [first, end) of the sequence with these names."""
@@ -53,6 +53,8 @@ class Match:
     cut_by: str | None  # the group that restores least, when that is less than is known
     slots: Slots  # nodes of the hit
     epoch: int
+    changes: int
+    sought: bytes | None  # the first name that is not known; None: all of them are
 
     @property
     def branch(self) -> int:
@@ -80,6 +82,7 @@ class PrefixCache:
         self._clock = 0  # counts uses of nodes: the time of "last use"
         self._lookups = 0  # that led to a use
         self._epoch = 0  # counts evictions; a match of another count is stale
+        self._changes = 0  # times that nodes which were there got something they did not hold
         self._ranking: Ranking | None = None
         self._touched = 0  # pages used or unlocked since the ranking was made
 
@@ -93,7 +96,10 @@ class PrefixCache:
         """The longest boundary that every kind can restore for a sequence of so many tokens, of which the last is
         always computed. Changes nothing. Cost: the pages of the prompt."""
         roles, page_size = self.roles, self.roles.page_size
-        slots = self._nodes.find(names.pages[: max(0, tokens - 1) // page_size])
+        most = max(0, tokens - 1) // page_size
+        if not most or not self._nodes.get(names.pages[0]):
+            return self._no_match(names.pages[0] if most else None)
+        slots = self._nodes.find(names.pages[:most])
         known = len(slots)
         boundaries = np.arange(1, known + 1)
         every = np.ones(known, np.bool_)
@@ -112,7 +118,32 @@ class PrefixCache:
         ids[: starts[roles.covering[0]] if roles.covering else columns] = 0
         snapshot = int(self._nodes.snapshot[slots[columns - 1]]) if columns else 0
         cut_by = min(per_kind, key=lambda name: per_kind[name]) if columns < known else None
-        return Match(columns, known, ids, starts, snapshot, per_kind, cut_by, slots[:columns], self._epoch)
+        sought = names.pages[known] if known < most else None
+        counts = self._epoch, self._changes
+        return Match(columns, known, ids, starts, snapshot, per_kind, cut_by, slots[:columns], *counts, sought)
+
+    def still(self, match: Match) -> bool:
+        """Would the same lookup find the same? False if it is not known without asking."""
+        same = not match.known or (match.epoch, match.changes) == (self._epoch, self._changes)
+        return same and (match.sought is None or not self._nodes.get(match.sought))
+
+    def would_lock(self, matches: Sequence[Match]) -> dict[str, int]:
+        """Pages per group, of those that nobody uses, that sequences would use which started from these hits."""
+        taken: dict[str, int] = {}
+        for lock in self.roles.locks:
+            if lock in self.roles.states:
+                ids = np.array([match.snapshot for match in matches if match.snapshot], np.int64)
+            else:
+                ids = np.concatenate([match.ids[match.starts[lock] :] for match in matches])
+            taken |= self._holdings.newly(lock, ids)
+        return taken
+
+    def _no_match(self, sought: bytes | None) -> Match:
+        none = np.zeros(0, np.int64)
+        starts = {name: 0 for name in self.roles.locks if name not in self.roles.states}
+        per_kind = dict.fromkeys(self.roles.kinds, 0)
+        counts = self._epoch, self._changes
+        return Match(0, 0, none.astype(np.int32), starts, 0, per_kind, None, none, *counts, sought)
 
     def lacks_snapshot(self, names: Names, columns: int) -> bool:
         """Would a snapshot of the states at this boundary be news?"""
@@ -172,12 +203,17 @@ class PrefixCache:
         assert len(ids) == sum(end - first for _, first, end in runs), "as many ids as columns"
         own = np.asarray(ids, np.int64)
         result = own.astype(np.int32)
-        places = ((names.pages, column + 1) for names, first, end in runs for column in range(first, end))
-        here = [place for place, held in zip(places, (own > 0).tolist(), strict=True) if held]
-        slots = np.array([self._nodes.reach(pages, columns, self._clock + 1) for pages, columns in here], np.int64)
-        own = own[own > 0]
+        held = own > 0
+        if held.all():
+            chains = [(names.pages, first, end) for names, first, end in runs if first < end]
+        else:
+            places = ((names.pages, column) for names, first, end in runs for column in range(first, end))
+            chains = [(*place, place[1] + 1) for place, here in zip(places, held.tolist(), strict=True) if here]
+            own = own[held]
         if not len(own):
             return result
+        self._changes += not self.roles.chained  # a mark may get a page
+        slots = self._nodes.reach_all(chains, self._clock + 1)
         new = np.flatnonzero(self._nodes.page[slots] == 0)
         new = np.sort(new[np.unique(slots[new], return_index=True)[1]])  # the first, where two sequences bring the same
         self._holdings.adopt("tokens", own[new], slots[new])
@@ -186,6 +222,7 @@ class PrefixCache:
             if name not in self.roles.states:
                 self._holdings.lock(name, used)
         self._touch(slots)
+        self._touched -= len(new)  # no ranking has what is new and locked
         again = used != own
         if again.any():
             self._deduplicate(own[again], used[again])
@@ -205,6 +242,7 @@ class PrefixCache:
         if slot:
             self._nodes.restore[slot] = True
         if snapshot and slot and not self._nodes.snapshot[slot]:
+            self._changes += 1
             self._holdings.adopt("states", np.array([snapshot]), np.array([slot]))
         elif snapshot:
             self._pool.release("states", [snapshot])
@@ -231,7 +269,7 @@ class PrefixCache:
 
         True when the demand can be met now. False, and nothing was evicted, if evicting everything would not help.
         """
-        ask = price or self._pool.plan
+        ask = price or self._pool.could
         if ask(demand, {}):
             return True
         if not ask(demand, self.idle):
@@ -254,10 +292,12 @@ class PrefixCache:
         have: they need new ones, when they start again.
         """
         self.reset()
+        self._changes += 1
         self._nodes.hide()
 
     def bury(self) -> None:
         """After a fault: forget ids that somebody else has given back."""
+        self._changes += 1
         for slot in self._holdings.bury().tolist():
             self._nodes.prune(slot)
 
@@ -283,6 +323,7 @@ class PrefixCache:
             source, target = own[wanted], theirs[wanted]
             first = np.unique(target, return_index=True)[1]
             if len(first):
+                self._changes += 1
                 self._pool.rebind(name, source[first], target[first])
         self._pool.release("tokens", own)
 
@@ -321,8 +362,11 @@ class PrefixCache:
         states = batch.freed(n, roles.states[0]) if roles.states else dying[:0]
         if len(states):
             self._pool.release("states", holdings.disown("states", states))
-        for slot in np.concatenate((dying, states)).tolist():
-            self._nodes.prune(slot)
+        if roles.chained:  # whoever holds nothing has lost the page now, as has all below
+            self._nodes.remove(dying)
+        else:
+            for slot in np.concatenate((dying, states)).tolist():
+                self._nodes.prune(slot)
         self._epoch += 1
 
 

@@ -35,6 +35,16 @@ class Growth:
     demand: Mapping[str, int]  # pages per group
 
 
+@dataclass(frozen=True)
+class Held:
+    """What sequences have, as far as prices ask: arrays with one entry each."""
+
+    past: Int64  # tokens cached
+    columns: Int64  # of the block table that have ids
+    found: Int64  # of these, those that the prefix cache had first
+    begun: NDArray[np.bool_]  # has it a state page?
+
+
 class Placement:
     """The one place where a scheduler's lengths become pages of the pool. Arrays have one entry per sequence."""
 
@@ -55,6 +65,7 @@ class Placement:
         self._found = np.zeros(num_rows, np.int64)
         self._states = np.zeros(num_rows, np.int32)  # id of each row's state page, 0 before the first step
         self._taken = {name: np.zeros(num_rows, np.int64) for name in pool.groups}  # fresh pages since the row started
+        self._to_save: dict[bytes, tuple[int, int, Names]] = {}  # name of a boundary -> a row that is there
         self._restore: dict[int, int] = {}  # row -> locked snapshot that its state page is to be copied from
 
     @property
@@ -94,26 +105,54 @@ class Placement:
         demand = {name: int((high - low).sum()) for name, (low, high) in bound.items()}
         return Growth(rows, columns, bound, demand)
 
-    def outlook(self, rows: Int64, past: Int64, later: Int64, alive: Float64) -> dict[str, Int64]:
-        """Pages per group that these rows are expected to gain (or give back: below 0) until each of several moments.
+    def held(self, rows: Int64, past: Int64, hits: Sequence[int] = ()) -> Held:
+        """What these rows have, with `past` cached tokens, and behind them what sequences would have that started from
+        hits of so many columns."""
+        columns, found, begun = self.blocks.columns[rows], self._found[rows], self._states[rows] > 0
+        if not hits:
+            return Held(past, columns, found, begun)
+        hit, size = np.array(hits, np.int64), 0 if self.cache is None else self.cache.roles.page_size
+        table = hit if self._tokens else np.zeros_like(hit)
+        return Held(
+            np.append(past, hit * size),
+            np.append(columns, table),
+            np.append(found, hit),
+            np.append(begun, np.zeros(len(hit), np.bool_)),
+        )
 
-        A row that ended gives back what it was the first to compute: a page that several use counts once at most.
-        Rounded up.
+    def gains(self, held: Held, end: Int64) -> dict[str, Int64]:
+        """Pages per group that each of these must gain to go on to `end` tokens, any shape whose last axis is theirs:
+        the same prices as those of `growth`."""
+        gains = {}
+        for name, kind in self._kinds.items():
+            if kind.space == "tokens":
+                have = held.columns * kind.page_size
+                low, high = kind.extend(have, np.maximum(end - have, 0))
+            else:
+                low, high = kind.extend(np.where(held.begun, held.past, 0), end - held.past)
+            gains[name] = high - low
+        return gains
+
+    def outlook(self, held: Held, later: Int64, alive: Float64) -> dict[str, Int64]:
+        """Pages per group that these are expected to gain (or give back: below 0) until each of several moments.
+
+        Who ended gives back what it was the first to compute: a page that several use counts once at most. Rounded up.
 
         Args:
-            later: [moments, rows] tokens cached by then, a decode on top of which must fit.
-            alive: [moments, rows] chance that the row's sequence has not ended.
+            later: [moments, sequences] tokens cached by then, a decode on top of which must fit.
+            alive: [moments, sequences] chance that the sequence has not ended.
         """
         one, gains = np.ones_like(later), {}
         for name, kind in self._kinds.items():
             if kind.space == "tokens":
-                length, found = past, self._found[rows]
+                length, found, columns = held.past, held.found, held.columns
             else:
-                length, found = np.where(self._states[rows] > 0, past, 0), np.zeros_like(past)
-            columns, dead = kind.columns(length), kind.dead(length)
-            held = columns - np.minimum(dead, columns)
+                length, found = np.where(held.begun, held.past, 0), np.zeros_like(held.past)
+                columns = kind.columns(length)
+            dead = kind.dead(length)
+            pages = columns - np.minimum(dead, columns)
             own = columns - np.minimum(np.maximum(dead, found), columns)
-            expected = alive * (kind.held(later, one) - held + own) - own
+            expected = alive * (kind.held(later, one) - pages + own) - own
             gains[name] = np.ceil(expected.sum(axis=1)).astype(np.int64)
         return gains
 
@@ -211,19 +250,35 @@ class Placement:
         self._known[rows] = full
 
     def keep(self, row: int, past: int, names: Names) -> None:
-        """Somebody may come back to where this row is; with a snapshot of its state, if there is room for one."""
+        """Somebody may come back to where this row is; with a snapshot of its state, if there is room for one when
+        `save` is called, which is before anything else happens to the row."""
         if self.cache is None:
             return
         size = self.cache.roles.page_size
-        columns, snapshot = past // size, 0
+        columns = past // size
         if past % size == 0 and self._states[row] and self.cache.lacks_snapshot(names, columns):
-            plan = self._pool.plan(dict.fromkeys(self.cache.roles.states, 1))
-            if isinstance(plan, Plan):
-                snapshot = int(plan.ids["states"][0])
-                self._pool.commit(plan)
-                for name in self.cache.roles.states:
-                    self._pool.copy(name, [int(self._states[row])], [snapshot])
-        self.cache.keep(names, columns, snapshot)
+            self._to_save.setdefault(names.pages[columns - 1], (row, columns, names))
+        self.cache.keep(names, columns)
+
+    def save(self) -> None:
+        """Take the snapshots that are due, as many of them as there is room for, at once."""
+        due, self._to_save = list(self._to_save.values()), {}
+        if not due:
+            return
+        assert self.cache is not None
+        groups = self.cache.roles.states
+        while due and not isinstance(plan := self._pool.plan(dict.fromkeys(groups, len(due))), Plan):
+            due.pop()
+            while due and not self._pool.could(dict.fromkeys(groups, len(due))):
+                due.pop()
+        if not due:
+            return
+        assert isinstance(plan, Plan)
+        self._pool.commit(plan)
+        for name in groups:
+            self._pool.copy(name, self._states[[row for row, _, _ in due]], plan.ids["states"])
+        for (_, columns, names), snapshot in zip(due, plan.ids["states"].tolist(), strict=True):
+            self.cache.keep(names, columns, snapshot)
 
     def vacate(self, rows: Sequence[int]) -> None:
         """Give back rows and all their pages of every kind, one release per id space."""

@@ -1,6 +1,7 @@
 """Whether there is room in the pool for what sequences would do next: the scheduler's questions, asked of `Pool.plan`.
 
-`running` are sequences with a row; `chunks[i]` tokens are what the i-th of them would go on by, 0 for not now.
+`running` are sequences with a row; `chunks[i]` tokens are what the i-th of them would go on by, 0 for not now. Those
+that wait are priced as they stand, without a row or a page: most are refused, step after step.
 """
 
 from __future__ import annotations
@@ -8,21 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.cache.prefix import PrefixCache
-from isthmus.engine.placement import Placement
+from isthmus.cache.prefix import Match, PrefixCache
+from isthmus.engine.placement import Held, Placement
 from isthmus.engine.running import Running
 from isthmus.engine.sequence import Sequence
 from isthmus.memory import Plan, Pool, Refusal
 
 Int64 = NDArray[np.int64]
 _NOTHING: Mapping[str, int] = {}
+_NOBODY = np.zeros(0, np.int64)
 _REDO = 16  # a step of one sequence is worth computing this many tokens again; docs/request.md has the simulation
 _MOMENTS = 16  # at most, that are looked at in the time ahead
 _MEMORY = 16_384  # tokens sampled until an end counts for 1/e of a new one
+
+
+@dataclass(eq=False, slots=True)
+class Newcomer:
+    """A waiting sequence, and how it would start."""
+
+    sequence: Sequence
+    match: Match | None
+    length: int
+    most_cached: int
+    chunk: int  # tokens in its first step
+    pages: Mapping[str, int] | None = None  # per group that it lacks for what it has, and a page more; once asked for
+
+    @property
+    def columns(self) -> int:
+        """Pages of the hit."""
+        return 0 if self.match is None else self.match.columns
 
 
 class Room:
@@ -52,26 +72,35 @@ class Room:
         self._recent_tokens = 0.0  # of them, those of late: a token counts for less the longer ago it was
         self._recent_ends = 0.0  # sequences that one of these ended before their limit
 
-    def plan(self, demand: Mapping[str, int], *, evict: bool = True) -> Plan | Refusal:
-        """For exactly this, after evicting what must be evicted for it, if that may be."""
-        plan = self._price(demand)
-        if not plan and evict and self._cache is not None and self._cache.evict(demand, self._price):
-            plan = self._price(demand)
+    def plan(self, demand: Mapping[str, int]) -> Plan | Refusal:
+        """For exactly this, after evicting what must be evicted for it."""
+        fits = self._price(demand) or (self._cache is not None and self._cache.evict(demand, self._price))
+        plan = self._pool.plan(demand)
+        if isinstance(plan, Plan) and not fits:
+            return Refusal(demand, 0, "more pages of tokens would be cached than --max-total-tokens allows")
         return plan
 
-    def fits_ahead(self, running: Running, chunks: Items[int]) -> bool:
-        """Also for all that each of them has, a page more, and what they grow to while those that start must stay?"""
-        at, rows, past = running.at, running.rows, running.past
-        length, most = at.length[rows], at.most_cached[rows]
-        new = np.array(chunks, np.int64)
-        now = self._placement.demand(rows, past, new)
-        later = self._placement.demand(rows, past, np.maximum(np.minimum(length + self._page_size, most) - past, new))
-        if not self._price({name: max(now[name], later[name]) for name in now}, self._placement.idle):
+    def fits_ahead(self, running: Running, chunks: Int64, newcomers: Items[Newcomer] = ()) -> bool:
+        """Also for all that each of them has, a page more, and what they grow to while those that start must stay?
+
+        Newcomers would run beside them, and have no row. What one lacks itself is looked at first: that answers most
+        steps in which somebody waits for memory, and costs the least.
+        """
+        idle = self._idle_beside(newcomers)
+        if len(newcomers) == 1 and not self._price(self._pages(newcomers[0]), idle):
             return False
-        horizon = int(length[~at.begun[rows]].max(initial=0)) // _REDO
-        if horizon <= self._page_size:
-            return True
-        return self._fits_until(horizon, rows, past, length, most)
+        at, rows = running.at, running.rows
+        held = self._placement.held(rows, running.past, [new.columns for new in newcomers])
+        length = np.append(at.length[rows], [new.length for new in newcomers]).astype(np.int64)
+        most = np.append(at.most_cached[rows], [new.most_cached for new in newcomers]).astype(np.int64)
+        now = held.past + np.append(chunks, [new.chunk for new in newcomers]).astype(np.int64)
+        later = np.maximum(np.minimum(length + self._page_size, most), now)
+        gains = self._placement.gains(held, np.stack((now, later)))
+        if not self._price({name: int(gain.sum(axis=1).max()) for name, gain in gains.items()}, idle):
+            return False
+        starting = np.append(~at.begun[rows], [True] * len(newcomers)).astype(np.bool_)
+        horizon = int(length[starting].max(initial=0)) // _REDO
+        return horizon <= self._page_size or self._fits_until(horizon, held, length, most, idle)
 
     def ended(self, generated: int, early: int) -> None:
         """Sequences ended, `early` of them before their limit, when `generated` tokens had been sampled in all."""
@@ -96,7 +125,7 @@ class Room:
         chunks[i] = low
         return True
 
-    def _fits_until(self, horizon: int, rows: Int64, past: Int64, length: Int64, most: Int64) -> bool:
+    def _fits_until(self, horizon: int, held: Held, length: Int64, most: Int64, idle: Mapping[str, int]) -> bool:
         """Will they fit, as far as one can tell, for so many steps in which each decodes a token and nobody starts?
 
         Memory peaks just before somebody reaches the limit, so it is these moments that are looked at, of many only
@@ -109,29 +138,45 @@ class Room:
         rate = self._recent_ends / self._recent_tokens if self._recent_tokens else 0.0
         steps = moments[:, None]
         alive = (steps <= left) * np.exp(-rate * steps)
-        gains = self._placement.outlook(rows, past, length + np.minimum(left, steps), alive)
+        gains = self._placement.outlook(held, length + np.minimum(left, steps), alive)
         # One arena is fullest where the bytes peak; a wall or the cap on tokens, where its group does.
         groups = self._pool.groups
         size = sum((gain * groups[name].spec.page_bytes for name, gain in gains.items()), np.zeros_like(moments))
         fullest = {int(size.argmax()), *(int(gain.argmax()) for gain in gains.values())}
-        return all(self._fits_with({name: int(gain[i]) for name, gain in gains.items()}) for i in fullest)
+        return all(self._fits_with({name: int(gain[i]) for name, gain in gains.items()}, idle) for i in fullest)
 
-    def _fits_with(self, gain: Mapping[str, int]) -> bool:
+    def _fits_with(self, gain: Mapping[str, int], idle: Mapping[str, int]) -> bool:
         """Would so many pages more per group fit, or fewer where it is below 0?"""
-        idle, live = self._placement.idle, self._pool.regions
+        live = self._pool.regions
         # Expected, so rounded; nor is a page that the last of several gives back known to be theirs.
         back = {name: min(live[name].live, idle.get(name, 0) + max(0, -pages)) for name, pages in gain.items()}
-        return bool(self._price({name: max(0, pages) for name, pages in gain.items()}, back))
+        return self._price({name: max(0, pages) for name, pages in gain.items()}, back)
 
-    def _price(self, demand: Mapping[str, int], release: Mapping[str, int] = _NOTHING) -> Plan | Refusal:
-        """The pool's answer, under the cap; `release` as in `Pool.plan`."""
-        plan = self._pool.plan(demand, release)
-        if self._most_pages is not None and isinstance(plan, Plan):
-            cover = self._pool.covering["tokens"][0]
-            pages = self._pool.ids("tokens").live + demand.get(cover, 0) - release.get(cover, 0)
-            if pages > self._most_pages:
-                return Refusal(demand, 0, f"{pages:,} pages of tokens would be cached, over --max-total-tokens")
-        return plan
+    def _pages(self, new: Newcomer) -> Mapping[str, int]:
+        if new.pages is None:
+            held = self._placement.held(_NOBODY, _NOBODY, [new.columns])
+            end = np.maximum(min(new.length + self._page_size, new.most_cached), held.past + new.chunk)
+            new.pages = {name: int(gain[0]) for name, gain in self._placement.gains(held, end).items()}
+        return new.pages
+
+    def _idle_beside(self, newcomers: Items[Newcomer]) -> Mapping[str, int]:
+        """Pages per group that the prefix cache could give back, were these running."""
+        idle = self._placement.idle
+        hits = [new.match for new in newcomers if new.match is not None and new.match.columns]
+        if not hits or self._cache is None:
+            return idle
+        taken = self._cache.would_lock(hits)
+        return {name: pages - taken.get(name, 0) for name, pages in idle.items()}
+
+    def _price(self, demand: Mapping[str, int], release: Mapping[str, int] = _NOTHING) -> bool:
+        """Is there a plan, and is it under the cap? `release` as in `Pool.plan`."""
+        if not self._pool.could(demand, release):
+            return False
+        if self._most_pages is None:
+            return True
+        cover = self._pool.covering["tokens"][0]
+        pages = self._pool.ids("tokens").live + demand.get(cover, 0) - release.get(cover, 0)
+        return pages <= self._most_pages
 
 
 def rows_of(sequences: Items[Sequence]) -> Int64:

@@ -19,33 +19,33 @@ class Running(Items[Sequence]):
     def __init__(self, num_rows: int) -> None:
         self.at = Rows(num_rows)
         self._sequences: list[Sequence] = []
-        self._rows = np.zeros(0, np.int64)
+        self._rows: Int64 | None = None  # of the sequences, in order; made when they are asked for
 
     @property
     def rows(self) -> Int64:
         """The row of each, in order. Nobody changes it."""
+        if self._rows is None:
+            self._rows = np.array([sequence.row for sequence in self._sequences], np.int64)
         return self._rows
 
     @property
     def past(self) -> Int64:
         """Tokens cached of each, in order."""
-        past: Int64 = self.at.past[self._rows]
+        past: Int64 = self.at.past[self.rows]
         return past
 
-    def add(self, sequence: Sequence, row: int, past: int, cuts: tuple[int, ...]) -> int:
-        """It runs in that row from now on, with `past` tokens cached. Returns its place in the order."""
+    def add(self, sequence: Sequence, row: int, past: int, cuts: tuple[int, ...]) -> None:
+        """It runs in that row from now on, with `past` tokens cached."""
         sequence.enter(self.at, row, past, cuts)
-        place = bisect_left(self._sequences, sequence.order, key=_age)
-        self._sequences.insert(place, sequence)
-        self._rows = np.insert(self._rows, place, row)
-        return place
+        self._sequences.insert(bisect_left(self._sequences, sequence.order, key=_age), sequence)
+        self._rows = None
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """They run no more, and have no row."""
         for sequence in sequences:
             sequence.leave()
         self._sequences = [sequence for sequence in self._sequences if sequence.row >= 0]
-        self._rows = np.array([sequence.row for sequence in self._sequences], np.int64)
+        self._rows = None
 
     def __len__(self) -> int:
         return len(self._sequences)

@@ -37,13 +37,12 @@ def tokens_of(sequences: Items[Sequence], past: Int64, counts: Int64, pending: B
     """What goes in: each sequence's next `counts[i]` tokens after `past[i]`; -1 for a token that is pending."""
     if pending.all():
         return np.full(len(pending), -1, np.int32)
-    tokens: list[int] = []
-    for sequence, start, n, waits in zip(sequences, past.tolist(), counts.tolist(), pending.tolist(), strict=True):
-        if waits:
-            tokens.append(-1)
-        else:
-            tokens += sequence.tokens(start, start + n)
-    return np.array(tokens, np.int32)
+    end = np.cumsum(counts)
+    tokens = np.full(end[-1], -1, np.int32)
+    for i in np.flatnonzero(~pending).tolist():
+        n, start = int(counts[i]), int(past[i])
+        tokens[end[i] - n : end[i]] = sequences[i].packed(start, start + n)
+    return tokens
 
 
 class Samples(Items[SampleRow]):

@@ -33,19 +33,18 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.cache.prefix import PrefixCache
+from isthmus.cache.prefix import Match, PrefixCache
 from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.placement import Growth, Placement
-from isthmus.engine.room import Room
+from isthmus.engine.room import Newcomer, Room
 from isthmus.engine.rows import Bool, Int64
 from isthmus.engine.running import Running
 from isthmus.engine.samples import Samples, is_plain, looks_back, score_spans, tokens_of
@@ -135,6 +134,7 @@ class Scheduler:
         self._together = min([together, *windows])
         self._room = Room(pool, self.placement, self.cache, self._page_size, max_cached_tokens)
         self.clock = clock
+        self._asked: Newcomer | None = None  # the oldest that waits, as it was priced last
         self._arrivals = 0
         self._flights: deque[_Flight] = deque()  # oldest first
         self._unshared: _Flight | None = None  # the newest step, until what it computes is shared
@@ -173,6 +173,7 @@ class Scheduler:
             sequence = Seq(request, i, (arrival, i), seed, limit, prompt, back, plain, ends, queued=self.clock())
             request.sequences.append(sequence)
             self.waiting.append(sequence)
+        request.packed = np.array(prompt, np.int32)
         self.requests[request.request_id] = request
         request.receipt.prompt_tokens = len(prompt)
         self.counters.prompt_tokens += len(prompt)
@@ -226,7 +227,7 @@ class Scheduler:
         self._admit_oldest()
         chunks, budget = self._chunks()
         if self.waiting:
-            chunks = self._admit(chunks.tolist(), budget)
+            chunks = self._admit(chunks, budget)
         secured = self._look_ahead(chunks) or self._secure(chunks)
         if secured is None:
             assert self._flights, "nobody can run, and no flight will change that"
@@ -295,7 +296,8 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.config.max_num_seqs or self.waiting[0].has_pending:
             return
         if not self.running or self.waiting[0].order < self.running[0].order:
-            self._start(self.waiting[0])
+            self._share_behind()
+            self._start(self.waiting[0], self._match(self.waiting[0]))
 
     def _chunks(self) -> tuple[Int64, int]:
         """Tokens for each running sequence, and what is left of the step's budget.
@@ -318,56 +320,85 @@ class Scheduler:
         found: Bool = pending[rows]
         return found
 
-    def _admit(self, chunks: list[int], budget: int) -> Int64:
+    def _admit(self, chunks: Int64, budget: int) -> Int64:
         """Let the oldest waiting sequences run, as many as fit beside those that do. Returns everyone's tokens.
 
         They are admitted only if their whole prompt fits now and what everyone is expected to grow by (`fits_ahead`),
-        so that admission does not lead straight to preemption. They start in groups of doubling size; of a group that
-        does not fit, the youngest go back to the queue.
+        so that admission does not lead straight to preemption. They are asked for in groups of doubling size; of a
+        group that does not fit, the youngest stay in the queue. Nothing is done for those that are refused.
         """
         group = 1
         while self.waiting:
-            started, rows = [], self.config.max_num_seqs - len(self.running)
+            rows = self.config.max_num_seqs - len(self.running)
             if rows < 1 or budget < 1:  # else what kept it before still holds
                 self.waiting[0].waited_for = "rows" if rows < 1 else "budget"
-            for sequence in list(islice(self._startable(), min(group, rows))):
-                if budget < 1:
-                    break
-                at = self._start(sequence)
-                row = np.array([sequence.row])
-                chunks.insert(at, min(int(self.running.at.todo(row, np.zeros(1, np.bool_))[0]), budget))
-                budget -= chunks[at]
-                started.append(sequence)
-            fits = not started or self._room.fits_ahead(self.running, chunks)
-            while started and not fits:
-                started[-1].waited_for = "memory"
-                at = self.running.index(started[-1])
-                budget += chunks.pop(at)
-                self._unstart(started.pop())
-                fits = self._room.fits_ahead(self.running, chunks)
-            if len(started) < group:
+                break
+            newcomers = self._newcomers(min(group, rows), budget)
+            while newcomers and not self._room.fits_ahead(self.running, chunks, newcomers):
+                newcomers.pop().sequence.waited_for = "memory"
+            if newcomers and self._share_behind():
+                continue  # they may find more now
+            if newcomers:
+                chunks, budget = self._start_all(newcomers, chunks, budget)
+            if len(newcomers) < group:
                 break
             group *= 2
-        return np.array(chunks, np.int64)
+        return chunks
 
-    def _startable(self) -> Iterator[Seq]:
-        """Waiting sequences by age, but for those whose sibling is about to compute the prompt for them, or whose
-        newest token is not here yet."""
-        for sequence in list(self.waiting):
-            if self._sharing is not None and self._sharing.is_coming(sequence):
-                sequence.waited_for = "prefix"
+    def _start_all(self, newcomers: list[Newcomer], chunks: Int64, budget: int) -> tuple[Int64, int]:
+        """They run; everyone's tokens, in order, and what is left of the budget."""
+        tokens = dict(zip(self.running, chunks.tolist(), strict=True))
+        for new in newcomers:
+            self._start(new.sequence, new.match)
+        rows = np.array([new.sequence.row for new in newcomers])
+        todo = self.running.at.todo(rows, np.zeros(len(rows), np.bool_))
+        for new, n in zip(newcomers, todo.tolist(), strict=True):
+            tokens[new.sequence] = min(n, new.chunk)
+            budget -= tokens[new.sequence]
+        return np.array([tokens[sequence] for sequence in self.running], np.int64), budget
+
+    def _newcomers(self, most: int, budget: int) -> list[Newcomer]:
+        """The next ones that could start, if there is room for them, under the budget of the step."""
+        newcomers: list[Newcomer] = []
+        starting: dict[Seq, int] = {}
+        for sequence in self.waiting:
+            if len(newcomers) == most or budget < 1:
+                break
+            if self._sharing is not None and self._sharing.is_coming(sequence, starting):
+                sequence.waited_for = "prefix"  # a sibling is about to compute the prompt for it
             elif not sequence.has_pending:
-                yield sequence
+                match = self._match(sequence)
+                past, cuts = self._outset(sequence, match)
+                chunk = min(min(cuts, default=sequence.length) - past, budget)
+                newcomers.append(self._newcomer(sequence, match, chunk))
+                starting[sequence] = past
+                budget -= chunk
+        return newcomers
+
+    def _newcomer(self, sequence: Seq, match: Match | None, chunk: int) -> Newcomer:
+        """The one that was refused in the step before is mostly the one that is asked for again."""
+        last = self._asked
+        if last is None or last.sequence is not sequence or last.match is not match or last.chunk != chunk:
+            last = Newcomer(sequence, match, sequence.length, sequence.most_cached, chunk)
+            if sequence is self.waiting[0]:
+                self._asked = last
+        return last
+
+    def _match(self, sequence: Seq) -> Match | None:
+        return None if self._sharing is None else self._sharing.match(sequence)
+
+    def _outset(self, sequence: Seq, match: Match | None) -> tuple[int, tuple[int, ...]]:
+        return (0, ()) if match is None or self._sharing is None else self._sharing.outset(sequence, match)
 
     def _look_ahead(self, chunks: Int64) -> tuple[Plan, Growth, Int64] | None:
-        """While all decode and nobody waits, pages are had for some steps at once, where there is room for that: it is
-        cheaper together. None: this is no step for it."""
-        if self.waiting or self.counters.steps % self._together or not len(chunks) or (chunks != 1).any():
+        """While all decode, pages are had for some steps at once, where there is room for that: it is cheaper together.
+        None: this is no step for it."""
+        if self.counters.steps % self._together or not len(chunks) or (chunks != 1).any():
             return None
         rows, past = self.running.rows, self.running.past
         left = self.running.at.most_cached[rows] - past
         growth = self.placement.growth(rows, past, np.minimum(left, self._together))
-        plan = self._room.plan(growth.demand, evict=False)
+        plan = self._room.plan(growth.demand)
         return (plan, growth, chunks) if isinstance(plan, Plan) else None
 
     def _secure(self, chunks: Int64) -> tuple[Plan | None, Growth, Int64] | None:
@@ -378,6 +409,8 @@ class Scheduler:
             plan = self._room.plan(growth.demand) if len(growth.rows) else None
             if plan is None or isinstance(plan, Plan):
                 return plan, growth, chunks
+            if self._share_behind():
+                continue  # what two have computed is there once now
             self.counters.refusals += 1
             self.pool.refused(plan)
             fewer = chunks.tolist()
@@ -465,44 +498,51 @@ class Scheduler:
         plain = bool((length >= at.plain_from[rows]).all())
         return (sequences, rows, at.owner[rows]), Samples(sequences, rows, last, length), plain
 
-    def _start(self, sequence: Seq) -> int:
-        """Give a waiting sequence a row, and whatever of it is cached; its index among the running."""
-        match = None if self._sharing is None else self._sharing.match(sequence)
-        row = self.placement.take_row(match)
+    def _start(self, sequence: Seq, match: Match | None) -> None:
+        """Let a waiting sequence run."""
         self.waiting.remove(sequence)
-        sequence.resume, sequence.status = sequence.status, Status.RUNNING
+        self._run(sequence, match)
+
+    def _run(self, sequence: Seq, match: Match | None) -> None:
+        """Give a sequence a row, and whatever of it is cached."""
+        row = self.placement.take_row(match)
+        sequence.status, self._asked = Status.RUNNING, None
         past, cuts = (0, ()) if match is None or self._sharing is None else self._sharing.start(sequence, match)
-        return self.running.add(sequence, row, past, cuts)
+        self.running.add(sequence, row, past, cuts)
 
     def _restart_cold(self) -> None:
         """The last one running holds a snapshot and finds no room for its own state beside it: do without the hit."""
         (sequence,) = self.running
-        self._unstart(sequence)
-        sequence.cold = True
-        self._start(sequence)
-
-    def _unstart(self, sequence: Seq) -> None:
-        """It does not fit after all: as if `_start` had not been called."""
         self._vacate([sequence])
-        sequence.status = sequence.resume
-        self.waiting.insert(bisect_left(self.waiting, sequence.order, key=_age), sequence)
+        sequence.cold = True
+        self._run(sequence, None)
 
     def _share_full(self) -> None:
         """Full pages go to the prefix cache, as far as their tokens are here; of those that run no more, `_vacate` sees
-        to it. While all decode and nobody waits, who might find them, not in every step: it is cheaper together.
+        to it. While all decode, not in every step: it is cheaper together, and before anybody starts, who might find
+        them, `_share_behind` is called besides.
         """
         flight, self._unshared = self._unshared, None
         if self._sharing is None or not self.running:
             return
-        chunked = flight is not None and len(flight.step.tokens) > len(flight.step.rows)
-        if chunked or self.waiting or self.counters.steps % self._together == self._together // 2:
-            rows, at = self.running.rows, self.running.at
-            behind = self.placement.to_share(rows, np.minimum(at.past[rows], at.known[rows]))
-            if len(behind):
-                self._sharing.share([self.running[i] for i in behind.tolist()])
+        chunked = flight is not None and (len(flight.step.tokens) > len(flight.step.rows) or flight.computing)
+        if chunked or self.counters.steps % self._together == self._together // 2:
+            self._share_behind()
         for sequence in flight.computing if flight is not None else ():  # a prefill chunk ends here, at a cut or not
             if sequence.status is Status.RUNNING:
                 self._sharing.keep(sequence)
+        self._sharing.save()
+
+    def _share_behind(self) -> bool:
+        """Share all full pages of those that run; were there any?"""
+        if self._sharing is None or not self.running:
+            return False
+        rows, at = self.running.rows, self.running.at
+        behind = self.placement.to_share(rows, np.minimum(at.past[rows], at.known[rows])).tolist()
+        sharing = [sequence for sequence in (self.running[i] for i in behind) if sequence.names is not None]
+        if sharing:
+            self._sharing.share(sharing)
+        return bool(sharing)
 
     def _vacate(self, sequences: list[Seq]) -> None:
         """They run no more. Rows and pages are free at once, though flights may use them: the next owners are planned,
@@ -511,6 +551,7 @@ class Scheduler:
             self._sharing.share(sequences)
             for sequence in sequences:
                 self._sharing.keep(sequence)
+            self._sharing.save()
         for sequence in sequences:
             sequence.request.receipt.take(self.placement.taken(sequence.row), self._page_bytes)
         self.placement.vacate([s.row for s in sequences])

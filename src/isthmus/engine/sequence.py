@@ -7,9 +7,12 @@ from enum import Enum
 from hashlib import blake2b
 from typing import Literal
 
+import numpy as np
+
 from isthmus.cache.names import Names
+from isthmus.cache.prefix import Match
 from isthmus.engine.receipt import Receipt
-from isthmus.engine.rows import FAR, Rows
+from isthmus.engine.rows import FAR, Int32, Rows
 from isthmus.engine.step import TokenMask
 from isthmus.params import SamplingParams
 
@@ -49,7 +52,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     names: Names | None = None  # of its full pages, for the prefix cache; made when it first starts
-    resume: Status = Status.WAITING  # what it was before it started
+    match: Match | None = None  # what was found when it was looked up last, while it waits
+    matched: int = 0  # of so many tokens
     cold: bool = False  # what is cached of it must not be used
     queued: float | None = None  # on the scheduler's clock, since when it waits; None while it runs
     waited_for: str | None = None  # what kept it when it stood at the front
@@ -125,6 +129,12 @@ class Sequence:
             return self.prompt[start:end]
         return self.prompt[start:] + self.output[max(0, start - n) : end - n]
 
+    def packed(self, start: int, end: int) -> Int32:
+        """The same as an array."""
+        if end <= len(self.prompt):
+            return self.request.packed[start:end]
+        return np.array(self.tokens(start, end), np.int32)
+
     def stop_waiting(self, now: float) -> None:
         """It is in for a step: what it waited is final, and for what it did when it last stood at the front."""
         assert self.queued is not None
@@ -146,6 +156,7 @@ class Request:
     at_end: bool = False  # nobody wants to hear of a token before its sequence has ended
     sequences: list[Sequence] = field(default_factory=list)
     receipt: Receipt = field(default_factory=Receipt)
+    packed: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)  # the prompt, once it was added
 
     @property
     def is_finished(self) -> bool:

@@ -10,7 +10,7 @@ snapshot is taken there, before the next step of that sequence is planned, or ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -33,28 +33,41 @@ class Sharing:
             return None
         if sequence.names is None:
             sequence.names = self._cache.names(sequence.request.cache_salt)
-        sequence.names.extend(sequence.tokens(sequence.names.tokens, sequence.known))
-        return self._cache.match(sequence.names, sequence.known)
+        names, known = sequence.names, sequence.known
+        if names.tokens + self._page_size <= known:
+            names.extend(sequence.packed(names.tokens, known))
+        if sequence.match is None or sequence.matched != known or not self._cache.still(sequence.match):
+            sequence.match, sequence.matched = self._cache.match(names, known), known
+        return sequence.match
 
     def start(self, sequence: Sequence, match: Match) -> tuple[int, tuple[int, ...]]:
         """It starts from that hit; the first of a request's sequences to do so is the one its receipt tells of.
 
         Returns how many tokens of it are cached, and where its prefill chunks end besides.
         """
-        past = match.columns * self._page_size
+        past, cuts = self.outset(sequence, match)
         receipt = sequence.request.receipt
         if not receipt.restorable:
             receipt.cached_tokens = min(past, len(sequence.prompt))
             receipt.restorable = dict(match.per_kind)
             receipt.known_tokens = match.known * self._page_size
             receipt.cut_by = match.cut_by
+        sequence.match = None
+        return past, cuts
+
+    def outset(self, sequence: Sequence, match: Match) -> tuple[int, tuple[int, ...]]:
+        """What `start` would return."""
+        past = match.columns * self._page_size
         return past, self._cuts(past, sequence.length, match)
 
-    def is_coming(self, sequence: Sequence) -> bool:
-        """Is a sibling about to compute the prompt of this waiting sequence?"""
+    def is_coming(self, sequence: Sequence, starting: Mapping[Sequence, int]) -> bool:
+        """Is a sibling about to compute the prompt of this waiting sequence? `starting`: those that are about to run,
+        with their cached tokens."""
         first = sequence.request.sequences[0]
-        running = sequence is not first and first.status is Status.RUNNING
-        return running and self._page_size < len(first.prompt) and first.past < len(first.prompt)
+        if sequence is first or self._page_size >= len(first.prompt):
+            return False
+        past = first.past if first.status is Status.RUNNING else starting.get(first, len(first.prompt))
+        return past < len(first.prompt)
 
     def share(self, sequences: Iterable[Sequence]) -> None:
         """Full pages of these running sequences become the cache's, as far as their tokens are here."""
@@ -78,6 +91,10 @@ class Sharing:
             self._placement.keep(sequence.row, sequence.past, sequence.names)
         else:  # its state has taken in a token that is not here, so that nobody can name the place
             self._cache.keep(sequence.names, sequence.known // self._page_size)
+
+    def save(self) -> None:
+        """Take the snapshots of those that are kept, before anything else is planned."""
+        self._placement.save()
 
     def _cuts(self, past: int, length: int, match: Match) -> tuple[int, ...]:
         """Where its prefill chunks end besides, so that somebody can come back: at a branch; with states, at the last

@@ -41,7 +41,7 @@ class Chain:
         """
         everyone = (True,) * len(self.regions)
         spans = self.fit(need, everyone)
-        if spans is not None or self.fit(need, tuple(not k for k in everyone)) is None:
+        if spans is not None or not self.holds(need):
             return spans
         for size in range(1, len(self.regions) + 1):
             options = (self.fit(need, keep) for keep in _all_but(len(self.regions), size))
@@ -49,6 +49,10 @@ class Chain:
             if priced:
                 return min(priced)[1]
         raise AssertionError("an arrangement with every region loose exists but was not found")
+
+    def holds(self, need: Sequence[int]) -> bool:
+        """Is there any arrangement that holds so many pages of each?"""
+        return self._packs_low(need, [region.cover(keep=False) for region in self.regions])
 
     def fit(self, need: Sequence[int], keep: Sequence[bool]) -> list[Span] | None:
         """Spans where region i keeps today's span inside its new one if `keep[i]`, else only its pinned pages.

@@ -130,6 +130,16 @@ class Pool:
         )
         return Plan(want, fresh, tuple(spans), -1 if release else self._epoch)
 
+    def could(self, demand: Mapping[str, int], release: Mapping[str, int] = _NONE) -> bool:
+        """Would `plan` find a way? It is cheaper to ask just this."""
+        live = self.regions
+        assert all(n >= 0 for n in demand.values()), f"demand {dict(demand)}: below 0"
+        assert all(n <= live[name].live for name, n in release.items()), f"release {dict(release)}: more than are live"
+        return all(
+            chain.holds([r.live + demand.get(r.name, 0) - release.get(r.name, 0) for r in chain.regions])
+            for chain in self.chains
+        )
+
     def fits(self, demand: Mapping[str, int]) -> bool:
         """Would the demand fit this arena if it were empty?"""
         want = self._vector(demand, "demand")
