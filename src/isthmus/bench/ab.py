@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shlex
 import shutil
@@ -26,6 +27,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from isthmus.bench import churn
@@ -40,6 +43,8 @@ from isthmus.flags import as_flags, engine_args
 SIDES = ("static", "unified")
 _PATIENCE = 10.0  # seconds that a server may take to tell of its memory
 _SHOWN = 20  # differences that the result holds in full
+_SIGMAS = 3.0  # standard errors that are no accident
+_BLIND = 0.9  # of all answers
 _COUNTS = ("rounds", "questions", "shots", "concurrency", "output_len", "repeat")
 
 Answers = dict[tuple[int, str, int], list[Reply]]
@@ -85,8 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def failed(result: Mapping[str, Any]) -> bool:
     """Did a side die, or do the sides disagree?"""
-    agreement = result["agreement"]
-    return not all(result["alive"].values()) or agreement["differ"] > 0 or agreement["compared"] == 0
+    return not all(result["alive"].values()) or result["agreement"]["verdict"] not in ("agree", "rounding")
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
@@ -126,8 +130,12 @@ def compare(answers: Answers) -> dict[str, Any]:
     differences = []
     unsteady = dict.fromkeys(SIDES, 0)
     compared = 0
+    apart = np.zeros((2, max(map(len, answers.values()), default=0)))  # rounds of each question: sides, static itself
     for (repetition, side, turn), replies in answers.items():
-        unsteady[side] += sum(1 for _ in _differing(answers[repetition, side, 1], replies))
+        own = [i for i, _ in _differing(answers[repetition, side, 1], replies)]
+        unsteady[side] += len(own)
+        if side == "static":
+            apart[1, own] += 1
         others = answers.get((repetition, "unified", turn))
         if side != "static" or others is None:
             continue
@@ -136,6 +144,7 @@ def compare(answers: Answers) -> dict[str, Any]:
             static, unified = replies[i].shown(), others[i].shown()
             where = {"repetition": repetition, "round": turn, "question": i + 1, "character": at}
             differences.append(where | {"static": static, "unified": unified})
+            apart[0, i] += 1
     differences.sort(key=lambda found: (found["repetition"], found["round"], found["question"]))
     return {
         "compared": compared,
@@ -144,7 +153,33 @@ def compare(answers: Answers) -> dict[str, Any]:
         "first": differences[0] if differences else None,
         "differences": differences[:_SHOWN],
         "unsteady": unsteady,
-    }
+    } | _judge(compared, apart, sum(side == "static" for _, side, _ in answers), len({r for r, _, _ in answers}))
+
+
+def _judge(compared: int, apart: NDArray[np.float64], rounds: int, repetitions: int) -> dict[str, Any]:
+    """Whether the sides differ from each other more than static memory, which moves nothing, differs from itself.
+
+    agree     not at all
+    rounding  no more often: by question, the mean of (share of rounds apart - share of static's own) is below three
+              times its standard error
+    blind     no more often, but static answers nearly everything otherwise in every round
+    differ    more often, or though static is steady
+    nothing   there is no pair of answers
+    """
+    again = rounds - repetitions  # rounds of static that have a first one to be compared with
+    if not compared:
+        return {"verdict": "nothing"}
+    if not apart[0].any():
+        return {"verdict": "agree"}
+    if not apart[1].any():
+        return {"verdict": "differ"}
+    sides, own = apart[0] / rounds, apart[1] / again
+    excess = sides - own
+    error = float(excess.std(ddof=1)) / math.sqrt(len(excess)) if len(excess) > 1 else 0.0
+    more = float(excess.mean()) > _SIGMAS * error
+    verdict = "differ" if more else "blind" if own.mean() > _BLIND else "rounding"
+    shares = {"sides_differ": round(float(sides.mean()), 4), "static_differs": round(float(own.mean()), 4)}
+    return {"verdict": verdict, **shares, "standard_error": round(error, 4)}
 
 
 def _differing(ours: Sequence[Reply], theirs: Sequence[Reply]) -> Iterator[tuple[int, int]]:
@@ -169,10 +204,23 @@ def _verdict(agreement: Mapping[str, Any]) -> Iterator[str]:
     first = agreement["first"]
     if not agreement["compared"]:
         yield "no pair of answers to compare"
-    elif first is None:
+        return
+    if first is None:
         yield f"{agreement['compared']:,} pairs of answers compared: the sides agree"
-    else:
-        yield from _difference(agreement, first)
+        return
+    yield from _difference(agreement, first)
+    if "static_differs" not in agreement:
+        yield "static answered as in its first round, always: this is not rounding"
+        return
+    yield (
+        f"apart in {agreement['sides_differ']:.1%} of rounds, static from itself in {agreement['static_differs']:.1%}; "
+        f"standard error of the difference {agreement['standard_error']:.1%}"
+    )
+    yield {
+        "rounding": "the sides differ no more than static does from itself: this is rounding",
+        "blind": "static differs from itself in nearly everything: nothing can be told, use --dtype float32",
+        "differ": "the sides differ more than static does from itself: this is not rounding",
+    }[agreement["verdict"]]
 
 
 def _difference(agreement: Mapping[str, Any], first: Mapping[str, Any]) -> Iterator[str]:
