@@ -23,7 +23,12 @@ def padded_items(work: DecodeWork, start: int, end: int) -> DecodeWork:
     each[programs - len(items) % programs :] += 1
     bounds = work.bounds.copy()
     bounds[1:] += np.cumsum(each, dtype=np.int32)
-    return DecodeWork(np.insert(work.items, np.repeat(work.bounds[1:], each), items, 0), bounds, work.slots)
+    at = np.repeat(work.bounds[1:], each) + np.arange(len(items))
+    live = np.ones(len(work.items) + len(items), np.bool_)
+    live[at] = False
+    padded = np.empty((len(live), FIELDS), np.int32)
+    padded[at], padded[live] = items, work.items
+    return DecodeWork(padded, bounds, work.slots)
 
 
 def padding_tiles(start: int, end: int, block: int) -> Int32:

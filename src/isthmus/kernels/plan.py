@@ -68,10 +68,13 @@ def _share_out(span: Integers, programs: int) -> _Shared:
     cost = span + ITEM_TOKENS
     share = max(float(cost.sum()) / programs, ALIGN)
     most = share + ITEM_TOKENS + 2 * PART_TOKENS  # of `_in_line`, which cuts decodes at both ends of a program's items
-    if len(span) <= programs and (even := _even(span, most, programs)) is not None:
-        return even
-    whole, longest = _whole(cost, programs)
-    return whole if longest <= most else _in_line(span, share, programs)
+    if len(span) > programs:
+        whole, longest = _whole(cost, programs)
+        return whole if longest <= most else _in_line(span, share, programs)
+    even = _even(span, most, programs)
+    if even is None and int(cost.max()) <= most:
+        return _own(np.arange(len(span)), np.zeros_like(span), programs)
+    return even or _in_line(span, share, programs)
 
 
 def _even(span: Integers, most: float, programs: int) -> _Shared | None:
@@ -82,8 +85,15 @@ def _even(span: Integers, most: float, programs: int) -> _Shared | None:
         if (items := int(parts.sum())) <= programs:
             owner = np.repeat(np.arange(len(span)), parts)
             index = np.arange(items) - (np.cumsum(parts) - parts)[owner]
-            return owner, index * tokens, np.minimum(np.arange(programs + 1), items).astype(np.int32)
+            return _own(owner, index * tokens, programs)
     return None
+
+
+def _own(owner: Integers, cut: Integers, programs: int) -> _Shared:
+    """An item for each program, as far as they go."""
+    bounds = np.arange(programs + 1, dtype=np.int32)
+    bounds[len(owner) :] = len(owner)
+    return owner, cut, bounds
 
 
 def _whole(cost: Integers, programs: int) -> tuple[_Shared, float]:
@@ -111,8 +121,13 @@ def _in_line(span: Integers, share: float, programs: int) -> _Shared:
     inside = np.clip(np.rint(inside / ALIGN).astype(np.int64) * ALIGN, 0, span[which])
     place = np.cumsum(span + 1) - (span + 1)  # one place more than tokens, so that padding has one too
     ends = place[which] + inside + (inside == span[which])  # behind all of a decode is where the next begins
-    starts = np.unique(np.concatenate((place, ends)))
-    starts = starts[: np.searchsorted(starts, place[-1] + span[-1] + 1)]  # behind the last is no item
+    starts = np.concatenate((place, ends))
+    starts.sort()
+    new = np.empty(len(starts), np.bool_)
+    new[0] = True
+    np.not_equal(starts[1:], starts[:-1], out=new[1:])
+    new &= starts <= place[-1] + span[-1]  # behind the last is no item
+    starts = starts[new]
     owner = np.searchsorted(place, starts, side="right") - 1
     bounds = np.full(programs + 1, len(starts), np.int32)
     bounds[0], bounds[1 : len(ends) + 1] = 0, np.searchsorted(starts, ends)
