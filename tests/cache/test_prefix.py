@@ -286,10 +286,10 @@ def test_chains_that_are_made_together_are_those_made_one_by_one() -> None:
                 assert np.array_equal(getattr(together, name)[: together.top], getattr(single, name)[: single.top])
             leaves = slots[together.children[slots] == 0]
             for nodes in (together, single):
+                nodes.page[nodes.parent[leaves]] = 1
                 nodes.page[leaves] = 0
             together.remove(np.unique(leaves))
             for slot in np.unique(leaves).tolist():
-                single.page[single.parent[slot]] = 1
                 single.prune(slot)
             assert together._slot == single._slot
             assert together._free == single._free

@@ -411,3 +411,16 @@ def test_only_fixed_launches_go_into_graphs() -> None:
     assert {name for name, how in device_states.LIBRARY.items() if how.fixed(given)} == fixed | set(RULES)
     given[1] = torch.zeros(3, 1, 4)
     assert {name for name, how in device_states.LIBRARY.items() if how.fixed(given)} == fixed
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_one_layer_that_is_not_fixed_keeps_all_of_them_out_of_graphs(
+    wide_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes last."""
+    rule = device_states.Operation(lambda step, x: x, 0, 0, lambda given: len(given[0]) < 256)
+    monkeypatch.setattr(device_states, "OPERATIONS", {"rule": rule})
+    states = device_states.DeviceStates({0: {}, 1: {}})
+    for layer in (0, 1):
+        states.run("rule", layer, [""], [torch.zeros(512 if wide_first == (layer == 0) else 128)], {})
+    assert not states.chunks_in_graphs

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from isthmus.engine.scheduler import Event
+from isthmus.engine.config import SchedulerConfig
+from isthmus.engine.scheduler import Event, Scheduler
 from isthmus.engine.sequence import Request, Status
 from isthmus.engine.step import Step
+from isthmus.memory import Group, Pool, opaque_spec
 from isthmus.params import SamplingParams
 from tests.engine.scripted import VOCAB
 from tests.engine.test_scheduler import BOTH, SHAPES, World
@@ -243,3 +245,33 @@ def test_the_receipt_tells_what_it_waited_for() -> None:
     assert second.receipt.pages["append0"] == -(-35 // 4)
     sizes = {name: group.spec.page_bytes for name, group in world.pool.groups.items()}
     assert second.receipt.bytes == sum(n * sizes[name] for name, n in second.receipt.pages.items())
+
+
+def test_what_the_next_one_starts_from_is_not_given_up_while_it_waits() -> None:
+    """One that decodes grows into a full cache: what nobody wants goes, though it was used later."""
+    pool = Pool(64 * 81, [Group("full", opaque_spec(64, PAGE), "append", None)])
+    scheduler = Scheduler(pool, SchedulerConfig(8, 2048), max_model_len=1000, prefix_caching=True)
+
+    def ask(name: str, tokens: list[int], output: int) -> Request:
+        request = Request(name, tokens, SamplingParams(max_tokens=output))
+        scheduler.add(request)
+        return request
+
+    def step() -> None:
+        planned = scheduler.schedule()
+        if planned is not None:
+            scheduler.settle(planned, [7] * len(planned.samples))
+        pool.check()
+
+    wanted, later = list(range(1000, 1080)), list(range(2000, 2080))
+    for name, tokens in (("wanted", wanted), ("later", later)):
+        ask(name, tokens, 1)
+        while scheduler.has_work:
+            step()
+    ask("grows", list(range(3000, 3120)), 80)
+    step()
+    waits = ask("waits", [*wanted, *range(4000, 4130)], 4)
+    while waits.sequences[0].status is Status.WAITING:
+        step()
+    assert waits.receipt.preemptions == 0
+    assert waits.receipt.cached_tokens == len(wanted)

@@ -86,9 +86,16 @@ class Nodes:
         return slots
 
     def remove(self, slots: Slots) -> None:
-        """Forget distinct nodes that hold nothing and have no children but one another."""
-        np.subtract.at(self.children, self.parent[slots], 1)
-        assert not self.children[slots].any(), "prefix cache: a node that has children was to go"
+        """Forget distinct nodes that hold nothing: with no children but one another, under parents that hold something.
+        Where ids have died in other hands, which is a fault, neither need be so: then as far as `prune` goes."""
+        parents = self.parent[slots]
+        np.subtract.at(self.children, parents, 1)
+        marks = (parents > 0) & (self.page[parents] == 0) & ~np.isin(parents, slots)
+        if self.children[slots].any() or marks.any():
+            np.add.at(self.children, parents, 1)
+            for slot in slots.tolist():
+                self.prune(slot)
+            return
         for slot in slots.tolist():
             del self._slot[self._name[slot]]
             self._free.append(slot)

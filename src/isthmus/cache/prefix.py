@@ -127,6 +127,11 @@ class PrefixCache:
         same = not match.known or (match.epoch, match.changes) == (self._epoch, self._changes)
         return same and (match.sought is None or not self._nodes.get(match.sought))
 
+    def want(self, match: Match) -> None:
+        """Somebody waits to start from this hit: it counts as used now."""
+        self._clock += 1
+        self._nodes.last[match.slots] = self._clock
+
     def would_lock(self, matches: Sequence[Match]) -> dict[str, int]:
         """Pages per group, of those that nobody uses, that sequences would use which started from these hits."""
         taken: dict[str, int] = {}

@@ -335,7 +335,10 @@ class Scheduler:
                 break
             newcomers = self._newcomers(min(group, rows), budget)
             while newcomers and not self._room.fits_ahead(self.running, chunks, newcomers):
-                newcomers.pop().sequence.waited_for = "memory"
+                refused = newcomers.pop()
+                refused.sequence.waited_for = "memory"
+                if refused.match is not None and self._sharing is not None:
+                    self._sharing.want(refused.match)
             if newcomers and self._share_behind():
                 continue  # they may find more now
             if newcomers:
@@ -542,6 +545,7 @@ class Scheduler:
         sharing = [sequence for sequence in (self.running[i] for i in behind) if sequence.names is not None]
         if sharing:
             self._sharing.share(sharing)
+            self._sharing.save()
         return bool(sharing)
 
     def _vacate(self, sequences: list[Seq]) -> None:

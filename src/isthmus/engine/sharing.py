@@ -92,6 +92,11 @@ class Sharing:
         else:  # its state has taken in a token that is not here, so that nobody can name the place
             self._cache.keep(sequence.names, sequence.known // self._page_size)
 
+    def want(self, match: Match) -> None:
+        """A sequence is refused memory that would start from this."""
+        if match.columns:
+            self._cache.want(match)
+
     def save(self) -> None:
         """Take the snapshots of those that are kept, before anything else is planned."""
         self._placement.save()

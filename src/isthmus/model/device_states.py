@@ -175,7 +175,7 @@ class DeviceStates:
         views, rest = self._views[layer], iter(inputs)
         given = [views[part] if part else next(rest) for part in parts]
         how = self._operations[operation]
-        self._fixed[operation] = how.fixed(given)
+        self._fixed[operation] = how.fixed(given) and self._fixed.get(operation, True)
         return how.run(self.step, *given, **settings)
 
     @property
