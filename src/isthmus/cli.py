@@ -143,6 +143,11 @@ def _add_bench_throughput(kinds: argparse._SubParsersAction[Parser]) -> None:
     throughput.add_argument(
         "--against-static", action="store_true", help="unified memory and the best walls for this workload in turn"
     )
+    throughput.add_argument(
+        "--by-step",
+        action="store_true",
+        help="also where the time goes, by kind of step; this takes some itself",
+    )
     throughput.add_argument("--repeat", type=int, default=3, metavar="N", help="runs; the median counts (default 3)")
     throughput.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     throughput.set_defaults(run=_bench_throughput)

@@ -44,6 +44,27 @@ def test_a_workload_is_the_same_every_time_and_mixed() -> None:
     assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
 
 
+def test_steps_by_kind_account_for_the_run(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("bench", "throughput", gguf, *SMALL, "--synthetic", "3,40,6", "--repeat", 2, "--by-step")
+    assert run(*flags, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    for sample in result["samples"]:
+        rows = {row["kind"]: row for row in sample["by_step"]}
+        assert set(rows) == {"decodes", "prompts"}
+        assert sum(row["steps"] for row in rows.values()) == sample["steps"]
+        assert sum(row["steps"] * row["tokens"] for row in rows.values()) == 3 * (40 + 6 - 1)
+        assert rows["decodes"]["tokens"] == rows["decodes"]["sequences"]
+        assert rows["prompts"]["tokens"] > rows["prompts"]["sequences"]
+        spent = sum(row["device_seconds"] + row["idle_seconds"] for row in rows.values())
+        assert 0 < spent <= sample["seconds"]
+        assert all(row[f"{part}_ms"] > 0 for row in rows.values() for part in ("schedule", "launch", "settle"))
+    assert result["by_step"] in [sample["by_step"] for sample in result["samples"]]
+    assert run(*flags) == 0
+    assert (
+        len([line for line in capsys.readouterr().out.splitlines() if line.startswith(("decodes ", "prompts "))]) == 2
+    )
+
+
 def test_synthetic_against_static(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(
         "bench", "throughput", gguf, *SMALL, "--synthetic", "2,60,4", "--synthetic", "6,9,3", "--against-static",

@@ -21,6 +21,7 @@ class Stopwatch:
     def __init__(self, *, cuda: bool) -> None:
         self.wall: list[float] = []
         self.sizes: list[tuple[int, int]] = []  # tokens and sequences of each step that was launched
+        self.launched_in: list[int] = []  # the lap of each
         self._cuda = cuda
         self._parts: list[dict[str, float]] = []
         self._now: dict[str, float] = {}
@@ -28,7 +29,7 @@ class Stopwatch:
 
     def reset(self) -> None:
         """Forget what was measured."""
-        for measured in (self.wall, self.sizes, self._parts, self._now, self._events):
+        for measured in (self.wall, self.sizes, self.launched_in, self._parts, self._now, self._events):
             measured.clear()
 
     def lap(self, seconds: float) -> None:
@@ -50,6 +51,12 @@ class Stopwatch:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e-3 for start, end in self._events]
 
+    def gaps(self) -> list[float]:
+        """Seconds for which the stream stood still before each of them."""
+        torch.cuda.synchronize()
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [0.0] * bool(self._events) + [end.elapsed_time(start) * 1e-3 for (_, end), (start, _) in pairs]
+
     def time(self, part: str, work: Callable[[], T]) -> T:
         """Do something, as a part of this lap."""
         start = time.perf_counter()
@@ -60,6 +67,7 @@ class Stopwatch:
     def launch(self, step: Step, executor: Executor) -> Launched:
         """Launch a step, between two events on the stream."""
         self.sizes.append((len(step.tokens), len(step.rows)))
+        self.launched_in.append(len(self.wall))
         if not self._cuda:
             return self.time("launch", lambda: executor.launch(step))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

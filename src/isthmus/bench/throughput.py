@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isthmus.bench import by_step
 from isthmus.bench.walls import Walls, best_walls
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace, started: float) -> dict[str, Any]:
         lengths = [(len(prompt), output) for prompt, output in batch]
         found = best_walls(llm.layout.groups, llm.engine.pool.arena_bytes, llm.config.scheduler, lengths)
         sides["static"], dry = found.walls, {"unified": found.unified_steps, "static": found.steps}
-    samples = _measure(llm, batch, sides, args.repeat, use_tqdm=not args.json)
+    samples = _measure(llm, batch, sides, args.repeat, use_tqdm=not args.json, steps_too=args.by_step)
     summary = {name: _summary(of_side) for name, of_side in samples.items()}
     sizes = dataclasses.asdict(llm.config.scheduler)  # also where they are the default, which changes
     settings_used = {name: str(value) for name, value in (sizes | settings | {"model": llm.name}).items()}
@@ -89,6 +90,8 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
             raw = ", ".join(f"{sample[name]:.1f}" for sample in values["samples"])
             yield f"{side:<8}{name.replace('_', ' '):<28}{values[name]:>10.1f}   ({raw})"
         yield f"{side:<8}" + ", ".join(f"{name.replace('_', ' ')} {values[name]:,.1f}" for name in COUNTS)
+        if "by_step" in values:
+            yield from by_step.lines(values["by_step"])
     if "walls" in result:
         split = ", ".join(f"{group} {size:,}" for group, size in result["walls"].items())
         yield f"unified over static {result['unified_over_static']}; walls in bytes: {split}"
@@ -127,7 +130,9 @@ def _are_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
 
 
-def _measure(llm: LLM, batch: Batch, sides: Sides, repeat: int, *, use_tqdm: bool) -> dict[str, list[dict[str, Any]]]:
+def _measure(
+    llm: LLM, batch: Batch, sides: Sides, repeat: int, *, use_tqdm: bool, steps_too: bool
+) -> dict[str, list[dict[str, Any]]]:
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     there, back = list(sides), list(sides)[::-1]
     order = [name for turn in range(repeat) for name in (back if turn % 2 else there)]
@@ -135,7 +140,8 @@ def _measure(llm: LLM, batch: Batch, sides: Sides, repeat: int, *, use_tqdm: boo
         walls = sides[name]
         with nullcontext() if walls is None else llm.static(walls):
             _once(llm, _warm_up(llm, batch), use_tqdm=False)
-            samples[name] += [_once(llm, batch, use_tqdm=use_tqdm) for _ in turns]
+            once = _by_step if steps_too else _once
+            samples[name] += [once(llm, batch, use_tqdm=use_tqdm) for _ in turns]
     return samples
 
 
@@ -186,6 +192,13 @@ def _once(llm: LLM, batch: Batch, *, use_tqdm: bool) -> dict[str, Any]:
     }
 
 
+def _by_step(llm: LLM, batch: Batch, *, use_tqdm: bool) -> dict[str, Any]:
+    cuda = llm.config.device.device == "cuda"
+    with by_step.watched(llm.engine, cuda=cuda) as watch:
+        sample = _once(llm, batch, use_tqdm=use_tqdm)
+        return sample | {"by_step": by_step.by_kind(watch, cuda=cuda)}
+
+
 def _facts(llm: LLM, batch: Batch) -> dict[str, Any]:
     """What was run, and the most memory that it took."""
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -202,6 +215,9 @@ def _facts(llm: LLM, batch: Batch) -> dict[str, Any]:
 
 
 def _summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of everything, the samples beside them."""
-    medians = {name: round(statistics.median(sample[name] for sample in samples), 2) for name in samples[0]}
+    """Medians of everything, the samples beside them; steps are those of the sample in the middle."""
+    numbers = [name for name, value in samples[0].items() if isinstance(value, int | float)]
+    medians: dict[str, Any] = {name: round(statistics.median(x[name] for x in samples), 2) for name in numbers}
+    if "by_step" in samples[0]:
+        medians["by_step"] = sorted(samples, key=lambda sample: sample["seconds"])[len(samples) // 2]["by_step"]
     return medians | {"samples": list(samples)}
