@@ -156,11 +156,10 @@ def _take_kernel(
     i_member = tl.program_id(0).to(tl.int64)
     if tl.load(p_bounds + i_member) < tl.load(p_bounds + i_member + 1):
         page = tl.load(p_pages + i_member).to(tl.int64)
-        known = (page != 0) & (tl.load(p_fresh + i_member) == 0)
+        known = tl.where(page != 0, SIZE * (1 - tl.load(p_fresh + i_member).to(tl.int32)), 0)
         o_state = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = o_state < SIZE
-        b_state = tl.load(p_view + page * page_vectors * VECTOR + o_state, mask=inside & known, other=0.0)
-        tl.store(p_out + i_member * SIZE + o_state, b_state, mask=inside)
+        b_state = tl.load(p_view + page * page_vectors * VECTOR + o_state, mask=o_state < known, other=0.0)
+        tl.store(p_out + i_member * SIZE + o_state, b_state, mask=o_state < SIZE)
 
 
 @triton.jit(do_not_specialize=["p_pages", "page_vectors"])
