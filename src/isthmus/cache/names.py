@@ -8,7 +8,6 @@ of its own chain, so two tenants share nothing. The parts have fixed lengths, so
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 from secrets import token_bytes
@@ -24,7 +23,7 @@ class Namer:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
+        self._keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
 
     def root(self, salt: str | None) -> bytes:
         """What the first page of a chain follows: the same for the same salt alone."""
@@ -32,9 +31,19 @@ class Namer:
 
     def name(self, content: bytes) -> bytes:
         """The keyed hash of these bytes."""
-        state = self.keyed.copy()
+        state = self._keyed.copy()
         state.update(content)
         return state.digest()
+
+    def chain(self, last: bytes, pages: Sequence[bytes]) -> list[bytes]:
+        """The names of pages with this content, the first of which follows the one with the name `last`."""
+        copy, names = self._keyed.copy, list[bytes]()
+        for page in pages:  # thousands at a time: as few calls for each as there can be
+            state = copy()
+            state.update(last + page)
+            last = state.digest()
+            names.append(last)
+        return names
 
 
 class Names:
@@ -53,16 +62,9 @@ class Names:
     def extend(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
         """Name the full pages among the tokens that follow those named so far; a remainder is left for later."""
         size = self._namer.page_size
-        whole = len(tokens) - len(tokens) % size
-        if isinstance(tokens, np.ndarray):
-            content = tokens[:whole].tobytes()
-        else:
-            content = struct.pack(f"{whole}i", *tokens[:whole])
-        step = size * struct.calcsize("i")
-        copy, last, add = self._namer.keyed.copy, self._last, self.pages.append
-        for start in range(0, len(content), step):
-            state = copy()
-            state.update(last + content[start : start + step])
-            last = state.digest()
-            add(last)
-        self._last = last
+        whole = np.asarray(tokens[: len(tokens) - len(tokens) % size], np.int32)
+        content, step = whole.tobytes(), size * whole.itemsize
+        pages = [content[start : start + step] for start in range(0, len(content), step)]
+        self.pages += self._namer.chain(self._last, pages)
+        if pages:
+            self._last = self.pages[-1]

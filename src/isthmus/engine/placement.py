@@ -91,17 +91,9 @@ class Placement:
         if not len(which):
             return Growth(which, (which, which), {}, dict.fromkeys(self._kinds, 0))
         rows, past, end = rows[which], past[which], end[which]
-        columns, bound = (which[:0], which[:0]), dict[str, tuple[Int64, Int64]]()
-        for name, kind in self._kinds.items():
-            if kind.space == "tokens":
-                low = self.blocks.columns[rows]
-                have = low * kind.page_size
-                bound[name] = kind.extend(have, np.maximum(end - have, 0))
-                if name == self._cover:
-                    columns = low, bound[name][1]
-            else:  # what a hit restores is tokens; the state page it is copied to must still be had
-                begun = np.where(self._states[rows] > 0, past, 0)
-                bound[name] = kind.extend(begun, end - past)
+        held = self.held(rows, past)
+        bound = self._bound(held, end)
+        columns = (held.columns, bound[self._cover][1]) if self._tokens else (which[:0], which[:0])
         demand = {name: int((high - low).sum()) for name, (low, high) in bound.items()}
         return Growth(rows, columns, bound, demand)
 
@@ -121,17 +113,8 @@ class Placement:
         )
 
     def gains(self, held: Held, end: Int64) -> dict[str, Int64]:
-        """Pages per group that each of these must gain to go on to `end` tokens, any shape whose last axis is theirs:
-        the same prices as those of `growth`."""
-        gains = {}
-        for name, kind in self._kinds.items():
-            if kind.space == "tokens":
-                have = held.columns * kind.page_size
-                low, high = kind.extend(have, np.maximum(end - have, 0))
-            else:
-                low, high = kind.extend(np.where(held.begun, held.past, 0), end - held.past)
-            gains[name] = high - low
-        return gains
+        """Pages per group that each of these gains to go on to `end` tokens, any shape whose last axis is theirs."""
+        return {name: high - low for name, (low, high) in self._bound(held, end).items()}
 
     def outlook(self, held: Held, later: Int64, alive: Float64) -> dict[str, Int64]:
         """Pages per group that these are expected to gain (or give back: below 0) until each of several moments.
@@ -279,6 +262,17 @@ class Placement:
             self._pool.copy(name, self._states[[row for row, _, _ in due]], plan.ids["states"])
         for (_, columns, names), snapshot in zip(due, plan.ids["states"].tolist(), strict=True):
             self.cache.keep(names, columns, snapshot)
+
+    def _bound(self, held: Held, end: Int64) -> dict[str, tuple[Int64, Int64]]:
+        """Columns [low, high) per group that each of these binds pages to in going on to `end` tokens: the prices."""
+        bound = {}
+        for name, kind in self._kinds.items():
+            if kind.space == "tokens":
+                have = held.columns * kind.page_size
+                bound[name] = kind.extend(have, np.maximum(end - have, 0))
+            else:  # what a hit restores is tokens; the state page it is copied to must still be had
+                bound[name] = kind.extend(np.where(held.begun, held.past, 0), end - held.past)
+        return bound
 
     def vacate(self, rows: Sequence[int]) -> None:
         """Give back rows and all their pages of every kind, one release per id space."""
