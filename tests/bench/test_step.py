@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from isthmus.bench.step import kv_bytes
+from isthmus.bench.step import cache_bytes
 from isthmus.bench.trace import Event, Trace, class_of, device_events
-from isthmus.memory import Group, LayerKV, kv_spec
+from isthmus.memory import Group, LayerKV, kv_spec, state_spec
+from isthmus.model.cost import ForwardCost
 from tests.model.tiny_gguf import tiny_model, write_gguf
 from tests.test_cli import run
 
@@ -59,8 +60,20 @@ def test_all_figures_on_a_cpu(gguf: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_window_bounds_what_is_read() -> None:
     full = Group("full", kv_spec([LayerKV(0, 2, 16, 8)], 4), "append")
     window = Group("window", kv_spec([LayerKV(1, 1, 16, 16), LayerKV(2, 1, 16, 16)], 4), "window", 10)
-    assert kv_bytes([full], [7, 30]) == 37 * 2 * (16 + 8) * 2
-    assert kv_bytes([window], [7, 30]) == (7 + 10) * 2 * 32 * 2
+    assert cache_bytes([full], [7, 30]) == 37 * 2 * (16 + 8) * 2
+    assert cache_bytes([window], [7, 30]) == (7 + 10) * 2 * 32 * 2
+
+
+def test_states_are_read_and_written_whatever_the_lengths() -> None:
+    state = Group("state", state_spec([("0.x", (3, 5), "float32")]), "state")
+    assert cache_bytes([state], [7, 30, 1]) == 3 * 2 * state.spec.page_bytes
+
+
+def test_a_step_reads_the_experts_of_its_tokens() -> None:
+    cost = ForwardCost(1, 100, 800, 8, 2, 0.0, 0.0, {}, 4)
+    assert cost.weight_bytes(1) == 300
+    assert cost.weight_bytes(2) == 100 + 800 * 7 / 16
+    assert ForwardCost(1, 100, 0, 1, 1, 0.0, 0.0, {}, 4).weight_bytes(9) == 100
 
 
 BAD = {

@@ -63,6 +63,9 @@ def test_a_step_result_becomes_measurements(tmp_path: Path) -> None:
     assert one.work[0, :4].tolist() == [24, 1, 2e9, 1e7]
     assert one.seconds == pytest.approx(0.00201)
     assert many.work[0, 4] == 64 * 2e9
+    batches[1]["weight_bytes"] = 3e8
+    path.write_text(json.dumps({"model": "m", "weight_bytes": 2e9, "batches": batches, "copy_bytes_per_second": 4e12}))
+    assert read_results(path, lambda name: model)[2].work[0, 2] == 3e8, "experts that no token went to are not read"
 
 
 def test_a_throughput_result_becomes_two_phases_of_a_run(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ told_host_ms    the same where every token is told of at once, as to clients tha
 host_calls      functions of the host that take most of a step, their own time, under a profiler that slows small ones
 gpu.span_ms     from the start of a step's work on the stream to its end, gaps between kernels included
 gpu.busy_ms     of that with a kernel running, by torch's profiler; gpu.by_class sums kernels
-floor_ms        weights once and the live K/V once, at the bandwidth of a copy in the same run
+kv_bytes        of the live K/V, read, and of states, read and written
+floor_ms        weights once, of experts those that somebody is routed to if routing is even; the live K/V once; states
+                once and back; at the bandwidth of a copy in the same run
 
 Requests have prompts of random tokens. Steps are measured when all of them decode.
 """
@@ -38,6 +40,7 @@ from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
 from isthmus.llm import LLM
 from isthmus.memory import Group
+from isthmus.model.cost import ForwardCost, count
 from isthmus.model.source import build_model, resolve
 from isthmus.params import SamplingParams
 
@@ -58,11 +61,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()  # the engine takes what it finds free
     llm = LLM(**settings)
     _require_room(llm, args)
-    weights = weight_bytes(llm)
+    cost = _cost(llm)
     batches = []
     for batch in args.batch:
         print(f"batch {batch} ...", file=sys.stderr)
-        batches.append(_measure(llm, batch, args.context, args.steps, weights, bandwidth))
+        batches.append(_measure(llm, batch, args.context, args.steps, cost, bandwidth))
     return {
         "model": llm.name,
         "dtype": str(llm.dtype).removeprefix("torch."),
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "context": args.context,
         "steps": args.steps,
         "copy_bytes_per_second": round(bandwidth),
-        "weight_bytes": weights,
+        "weight_bytes": cost.dense_bytes + cost.expert_bytes,
         "batches": batches,
     }
 
@@ -115,21 +118,21 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"{kernel['ms']:>10.3f} ms {kernel['calls']:>8.1f} calls  {kernel['class']:<22}{kernel['name']:.80}"
 
 
-def weight_bytes(llm: LLM) -> int:
-    """Bytes of the weights that a step reads: all of them once, but for an embedding that only rows are taken of."""
+def _cost(llm: LLM) -> ForwardCost:
     source = resolve(llm.config.model.model, load_format=llm.config.model.load_format)
-    model = build_model(source, llm.dtype, load_format="dummy", device="meta")
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    spared = 0 if head is None or head.weight is embedding else embedding.nbytes
-    return int(sum(parameter.nbytes for parameter in model.parameters()) - spared)
+    return count(build_model(source, llm.dtype, load_format="dummy", device="meta"), llm.layout)
 
 
-def kv_bytes(groups: Sequence[Group], lengths: Sequence[int]) -> float:
-    """Bytes of K/V that a decode reads, by the tokens of each sequence, its newest included."""
+def cache_bytes(groups: Sequence[Group], lengths: Sequence[int]) -> float:
+    """Bytes that decodes read of K/V, and read and write of states, by the tokens of each sequence, its newest
+    included."""
     total = 0.0
     for group in groups:
-        token_bytes = sum(part.nbytes for part in group.spec.parts) / group.spec.page_size
-        total += token_bytes * sum(min(n, group.window or n) for n in lengths)
+        if group.kind == "state":
+            total += 2 * group.spec.page_bytes * len(lengths)
+        else:
+            token_bytes = sum(part.nbytes for part in group.spec.parts) / group.spec.page_size
+            total += token_bytes * sum(min(n, group.window or n) for n in lengths)
     return total
 
 
@@ -155,7 +158,7 @@ def _require_room(llm: LLM, args: argparse.Namespace) -> None:
         )
 
 
-def _measure(llm: LLM, batch: int, context: int, steps: int, weights: int, bandwidth: float) -> dict[str, Any]:
+def _measure(llm: LLM, batch: int, context: int, steps: int, cost: ForwardCost, bandwidth: float) -> dict[str, Any]:
     cuda = llm.config.device.device == "cuda"
     with _decoding(llm, batch, context, at_end=False):
         told = _timed_steps(llm, batch, steps)
@@ -165,7 +168,8 @@ def _measure(llm: LLM, batch: int, context: int, steps: int, weights: int, bandw
         after = _lengths(llm)
         calls = _profiled_steps(llm)
         gpu = _traced_steps(llm) if cuda else None
-    live = (kv_bytes(llm.layout.groups, before) + kv_bytes(llm.layout.groups, after)) / 2
+    live = (cache_bytes(llm.layout.groups, before) + cache_bytes(llm.layout.groups, after)) / 2
+    weights = cost.weight_bytes(batch)
     floor = (weights + live) / bandwidth * 1e3
     wall = _summary(watch.wall)
     if gpu is not None:
@@ -177,6 +181,7 @@ def _measure(llm: LLM, batch: int, context: int, steps: int, weights: int, bandw
         "told_host_ms": {name: _summary(times) for name, times in told.host().items()},
         "host_calls": calls,
         "gpu": gpu,
+        "weight_bytes": round(weights),
         "kv_bytes": round(live),
         "floor_ms": round(floor, 4),
         "wall_over_floor": round(wall["median"] / floor, 3),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from isthmus.model import experts
 from isthmus.model.device_attention import hang, tag
 from isthmus.model.layout import decoder_layers
 from isthmus.model.mixers import stand_ins
@@ -37,6 +38,7 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
     fp32 models keep their projections apart: they are the ones compared with Transformers token for token.
     """
     merged = merge_projections(model)
+    experts.use(model)
     tag(model)
     for stand_in in stand_ins(model):
         hang(stand_in.module, stand_in.layer)

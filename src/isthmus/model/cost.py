@@ -25,6 +25,11 @@ class ForwardCost:
     pair_flops: dict[str, float]  # per group of attention layers, all of them together: of one query and one key
     hidden_size: int
 
+    def weight_bytes(self, tokens: int) -> float:
+        """That a step of so many tokens reads, if the router sends them everywhere alike."""
+        touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return self.dense_bytes + self.expert_bytes * touched
+
 
 def count(model: PreTrainedModel, layout: ModelLayout) -> ForwardCost:
     """Count a model on any device. Where experts are, a token meets `num_experts_per_tok` of them."""

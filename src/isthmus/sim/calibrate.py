@@ -130,7 +130,8 @@ def _of_step(name: str, result: Mapping[str, Any], model: Model) -> list[Measure
     for one in result["batches"]:
         batch = one["batch"]
         products = batch * (shape.token_flops + shape.sample_flops)
-        work = np.array([[shape.layers, batch, result["weight_bytes"], one["kv_bytes"], products, 0]], np.float64)
+        weights = one.get("weight_bytes", result["weight_bytes"])  # of experts, those that are read
+        work = np.array([[shape.layers, batch, weights, one["kv_bytes"], products, 0]], np.float64)
         found.append(Measured(f"{name}: batch {batch}", work, one["wall_ms"]["median"] / 1e3))
     return found
 

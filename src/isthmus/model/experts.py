@@ -1,0 +1,76 @@
+"""Experts on a GPU: the function `isthmus` in Transformers' table of experts' implementations.
+
+Modules that Transformers lets choose (`use_experts_implementation`) say how their weights lie; what is done between
+the two products, and behind them, stays the module's and torch's. Both products are opaque operators, so that a layer
+compiles to one graph around them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from isthmus.kernels import experts as kernels
+
+NAME = "isthmus"
+
+
+def use(model: PreTrainedModel) -> None:
+    """Let the experts of `model` run here, on its GPU. Models without are left alone."""
+    model.set_experts_implementation(NAME)
+
+
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states `[T, width]`, index and weights `[T, top_k]` -> `[T, width]`."""
+    tokens, top_k = top_k_index.shape
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    up = getattr(module, name)
+    work = torch.ops.isthmus.sort_pairs(top_k_index.reshape(-1), len(up), up.itemsize)
+    x = _linear(module, name, hidden_states, work, top_k)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = _linear(module, "down_proj", x, work, 1)
+    if getattr(module, "has_post_expert_norm", False):  # Transformers 5.17 has none
+        x = module.post_expert_norm(x)
+    out = (x.view(tokens, top_k, -1) * top_k_weights[..., None]).sum(1)
+    return out.to(hidden_states.dtype)
+
+
+def _linear(module: Any, name: str, x: Tensor, work: Tensor, top_k: int) -> Tensor:
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    out: Tensor = torch.ops.isthmus.expert_linear(x, work, getattr(module, name), bias, top_k, module.is_transposed)
+    return out
+
+
+def _sort_pairs(expert_of: Tensor, experts: int, itemsize: int) -> Tensor:
+    block_m = kernels.config_of(len(expert_of), experts, itemsize).block_m
+    return kernels.sort_pairs(expert_of, experts, block_m)
+
+
+def _work(expert_of: Tensor, experts: int, itemsize: int) -> Tensor:
+    return expert_of.new_empty(kernels.work_size(expert_of.shape[0], experts), dtype=torch.int32)
+
+
+def _expert_linear(
+    x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool
+) -> Tensor:
+    return kernels.expert_linear(x, work, weight, bias, top_k=top_k, transposed=transposed)
+
+
+def _rows(x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0] * top_k, weight.shape[2 if transposed else 1])
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+_library = torch.library.Library("isthmus", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("sort_pairs(Tensor expert_of, int experts, int itemsize) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "expert_linear(Tensor x, Tensor work, Tensor weight, Tensor? bias, int top_k, bool transposed) -> Tensor"
+)
+_library.impl("sort_pairs", _sort_pairs, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("expert_linear", _expert_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("isthmus::sort_pairs", _work, lib=_library)
+torch.library.register_fake("isthmus::expert_linear", _rows, lib=_library)

@@ -1,0 +1,51 @@
+"""Every sort of experts that Transformers has: what `isthmus.model.experts` computes is what the module does itself.
+
+Through Triton's interpreter without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.model import experts
+from tests.model.families import config_of
+from tests.model.harness import tiny
+
+SORTS = {
+    "gpt_oss": "transposed, with biases, gate and up in turn",
+    "qwen3_5_moe": "gate, then up",
+    "nemotron_h": "no gate",
+    "deepseek_v3": "as many experts as a router picks groups of",
+    "jamba": "in some layers",
+}
+
+
+def modules(family: str) -> list[Any]:
+    model_type, values = config_of(family)
+    model = tiny(model_type, **values)
+    experts.use(model)
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+@pytest.mark.parametrize("family", SORTS)
+def test_as_the_module_itself(device: str, family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = next(iter(modules(family))).to(device)
+    for parameter in module.parameters():  # biases begin at zero
+        parameter.data.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    x = torch.randn(tokens, module.down_proj.shape[2 if module.is_transposed else 1], device=device)
+    weights, index = torch.randn(tokens, module.num_experts, device=device).softmax(-1).topk(2)
+    with torch.inference_mode():
+        ours = module(x, index, weights)
+        assert module.config._experts_implementation == experts.NAME
+        monkeypatch.setattr(module.config, "_experts_implementation_internal", "eager")
+        theirs = module(x, index, weights)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_experts_is_left_alone() -> None:
+    assert not modules("gemma3")
