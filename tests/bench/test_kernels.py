@@ -72,3 +72,14 @@ def test_page_kernels_and_their_rates(capsys: pytest.CaptureFixture[str]) -> Non
     assert result["copy_gb_per_s"] > 0
     assert {row["kernel"] for row in result["pages"]} == {"write_kv", "copy_pages", "scatter", "translate"}
     assert all(row["us"] > 0 for row in result["pages"])
+
+
+@pytest.mark.gpu
+def test_experts_and_their_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from isthmus.bench import expert_cases  # noqa: PLC0415 (Triton, which a CPU install may lack)
+
+    monkeypatch.setattr(expert_cases, "SHAPES", (expert_cases.Shape("small", 8, 2, 256, 128),))
+    assert run("bench", "kernels", "--only", "experts", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["experts"]
+    assert [row["tokens"] for row in rows] == list(expert_cases.TOKENS)
+    assert all(min(row["us"], row["grouped_mm_us"], row["tflops"]) > 0 for row in rows)

@@ -3,6 +3,8 @@
 decode      K and V bytes, each read once, over the time of a launch
 prefill     operations of the two products over pairs that are not masked, over the time of a launch
 pages       write_kv and copy_pages in bytes read and written; translate and scatter in microseconds
+experts     pairs sorted and both products: bytes of the weights that are read, operations; torch's grouped products
+            over rows gathered before (their gathering counts, their sorting does not)
 layouts     decode and prefill over the design's pages and over others (`isthmus.bench.layouts`)
 
 Rows lie at random places of an arena of 10 GB; launches go through its layers, so that the L2 does not help. A launch
@@ -30,7 +32,7 @@ _COMPILE_SECONDS = 120.0
 _SWEEP_SECONDS = 400.0
 
 Row = dict[str, Any]
-SECTIONS = ("decode", "prefill", "pages", "layouts")
+SECTIONS = ("decode", "prefill", "pages", "experts", "layouts")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 def _sections(
     arena: torch.Tensor, cores: int, copy: float, wanted: Sequence[str], *, sweeping: bool
 ) -> dict[str, Callable[[], list[Row]]]:
-    from isthmus.bench import kernel_cases, page_kernels  # noqa: PLC0415 (Triton, which a CPU install may lack)
+    from isthmus.bench import expert_cases, kernel_cases, page_kernels  # noqa: PLC0415 (Triton, which a CPU install may lack)
     from isthmus.bench.precompile import compile_all  # noqa: PLC0415
     from isthmus.bench.sweep import sweep  # noqa: PLC0415
 
@@ -101,6 +103,8 @@ def _sections(
     }
     if "pages" in wanted:
         found["pages"] = partial(page_kernels.measure, arena, copy)
+    if "experts" in wanted:
+        found["experts"] = partial(expert_cases.measure, arena.device, copy)
     return {name: found[name] for name in SECTIONS if name in found}
 
 
