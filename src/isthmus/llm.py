@@ -73,7 +73,7 @@ class LLM:
         asked = EngineConfig.build(model=model, **engine_args)
         bound_product_caches()
         self._laps = Laps()
-        device = resolve_device(asked.device)
+        device = resolve_device(asked)
         self.config = asked.on(device, engine_args)
         _warn_of_idle(engine_args, self.config)
         self.journal = _journal(self.config)

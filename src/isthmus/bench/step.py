@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if min(*args.batch, args.context, args.steps) < 1:
         raise ConfigError("--batch, --context and --steps must be at least 1")
     settings = {"max_num_seqs": max(SchedulerConfig.max_num_seqs, *args.batch)} | engine_args(args)
-    device = resolve_device(EngineConfig.build(**settings).device)
+    device = resolve_device(EngineConfig.build(**settings))
     bandwidth = copy_bandwidth(torch.device(device), _COPY_BYTES[device])
     if device == "cuda":
         torch.cuda.empty_cache()  # the engine takes what it finds free

@@ -3,6 +3,7 @@ which executor runs the steps."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from isthmus.engine import sizing
-from isthmus.engine.config import DeviceConfig, EngineConfig
+from isthmus.engine.config import CACHE_DTYPES, EngineConfig
 from isthmus.engine.laps import Laps
 from isthmus.engine.runner import Runner
 from isthmus.engine.sampler import Sampler
@@ -19,6 +20,8 @@ from isthmus.errors import ConfigError
 from isthmus.memory import Pool
 from isthmus.model.layout import ModelLayout
 from isthmus.model.optimize import optimize
+
+_log = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -39,18 +42,45 @@ class Backend(Protocol):
         ...
 
 
-def resolve_device(config: DeviceConfig) -> str:
-    """ "cpu" or "cuda". ConfigError if a GPU is asked for that torch does not see, or kernels that do not run there."""
-    there = torch.cuda.is_available()
-    if config.device == "cuda" and not there:
-        raise ConfigError(
-            "--device cuda: torch sees no CUDA GPU here: use --device cpu, or install a CUDA build of torch"
-        )
-    device = config.device if config.device != "auto" else "cuda" if there else "cpu"
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: bf16 products and copies to shared memory that run beside them."""
+
+FP8_CAPABILITY = (8, 9)
+"""Ada: the least that Triton converts e4m3 on."""
+
+
+def resolve_device(config: EngineConfig) -> str:
+    """ "cpu" or "cuda". ConfigError if a GPU is asked for that torch does not see or the kernels do not run on, or what
+    does not run on the device. `auto` leaves a GPU alone that the kernels do not run on, and says so in the log."""
+    wanted, obstacle = config.device.device, _obstacle()
+    if wanted == "cuda" and obstacle is not None:
+        raise ConfigError(f"--device cuda: {obstacle}: use --device cpu")
+    if wanted == "auto" and obstacle is not None and torch.cuda.is_available():
+        _log.warning("the GPU is not used: %s", obstacle)
+    device = "cpu" if wanted == "cpu" or obstacle is not None else "cuda"
     kernels = {"cpu": "torch", "cuda": "triton"}[device]
-    if config.attention_backend not in ("auto", kernels):
-        raise ConfigError(f"--attention-backend {config.attention_backend} does not run on a {device}: use {kernels}")
+    backend, cached = config.device.attention_backend, config.memory.kv_cache_dtype
+    if backend not in ("auto", kernels):
+        raise ConfigError(f"--attention-backend {backend} does not run on a {device}: use {kernels}")
+    if device == "cuda" and CACHE_DTYPES[cached] == "float8_e4m3fn" and _capability() < FP8_CAPABILITY:
+        raise ConfigError(f"--kv-cache-dtype {cached} needs compute capability 8.9 (Ada): use fp8_e5m2 or bfloat16")
     return device
+
+
+def _obstacle() -> str | None:
+    """Why the kernels cannot run on the GPU that torch uses; None: they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU here; a CPU build of torch never does"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm, and the kernels are made for NVIDIA GPUs"
+    if _capability() < LEAST_CAPABILITY:
+        had = ".".join(map(str, _capability()))
+        return f"{torch.cuda.get_device_name()} has compute capability {had}, and the kernels need 8.0 (Ampere)"
+    return None
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
 
 
 class CpuBackend:
