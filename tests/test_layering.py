@@ -15,7 +15,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "isthmus"
 ORDER = (
     ("__main__",),
     ("cli",),
-    ("generate",),
+    ("generate", "chat", "evaluate"),
     # These two measure and serve what `LLM` builds, so they stand above it.
     ("bench",),
     ("server",),
@@ -25,7 +25,7 @@ ORDER = (
     ("plan",),
     ("top",),
     ("top_screen",),
-    ("top_parts", "top_stream"),
+    ("top_parts", "top_stream", "endpoint"),
     ("flags", "env", "progress"),
     ("presets",),
     ("engine",),

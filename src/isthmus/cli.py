@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from isthmus import __version__, top  # noqa: E402
+from isthmus.chat import verb as chat  # noqa: E402
 from isthmus.errors import ConfigError, IsthmusError  # noqa: E402
+from isthmus.evaluate import verb as evaluate  # noqa: E402
 from isthmus.flags import Parser, add_engine_flags, add_sampling_flags  # noqa: E402
 from isthmus.plan import verb as plan  # noqa: E402
 from isthmus.replay import verb as replay  # noqa: E402
@@ -46,10 +48,12 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     _add_generate(verbs)
     _add_serve(verbs)
+    chat.add_parser(verbs)
     plan.add_parser(verbs)
     replay.add_parser(verbs)
     simulate.add_parser(verbs)
     _add_bench(verbs)
+    evaluate.add_parser(verbs)
     top.add_parser(verbs)
     env = verbs.add_parser("env", help="print versions, processor and memory, for bug reports")
     env.add_argument("--json", action="store_true", help="as JSON")

@@ -1,0 +1,1 @@
+"""`isthmus chat`: a conversation in the terminal, with a model in this process or on a server."""
