@@ -57,11 +57,27 @@ def test_every_layout_gives_the_same(case: Case, cached: int, device: str) -> No
         torch.testing.assert_close(other, found[0])
 
 
+def test_a_turn_behind_a_long_conversation_is_cut(device: str) -> None:
+    """What is timed with tiles in parts and with whole ones is the same work."""
+    arena = torch.randn(1 << 19).to(DTYPE).to(device).view(torch.uint8)
+    found = []
+    for split in (True, False):
+        torch.manual_seed(0)
+        launch = launches(Prefill(HEADS, 1, 6, past=700, split=split), arena, 4)[0]
+        launch()
+        _, out, *_, plan, _, _ = launch.args  # type: ignore[attr-defined]
+        assert (plan.slots > 0) == split
+        found.append(out)
+    torch.testing.assert_close(*found, atol=2e-3, rtol=2e-2)
+
+
 def test_bytes_and_operations() -> None:
     assert Decode(HEADS, 3, 40, window=10).kv_bytes == 3 * 10 * 2 * 2 * 16 * 2
     assert Decode(HEADS, 3, 40).kv_bytes == 3 * 40 * 2 * 2 * 16 * 2
     assert Prefill(HEADS, 2, 4, past=5).operations == 2 * (6 + 7 + 8 + 9) * 4 * 4 * 16
     assert Prefill(HEADS, 2, 4, past=1, window=3).operations == 2 * (2 + 3 + 3 + 3) * 4 * 4 * 16
+    assert Prefill(HEADS, 2, 4, past=9).kv_bytes == 2 * 9 * 2 * 2 * 16 * 2
+    assert Prefill(HEADS, 2, 4, past=9, window=3).kv_bytes == 2 * 2 * 2 * 2 * 16 * 2
 
 
 def test_cases_that_share_a_kernel_are_compiled_once() -> None:

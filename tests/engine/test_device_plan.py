@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from isthmus.engine.device_plan import DevicePlan, StatePlan, Tables
+from isthmus.engine.device_plan import DevicePlan, Grain, StatePlan, Tables, most_tiles
+from isthmus.engine.padding import padding_tiles
 from isthmus.engine.step import BlockWrites, Step
 from isthmus.memory import Delta, Group, LayerKV, Op, Writes, kv_spec, state_spec
 
@@ -12,6 +15,7 @@ GROUPS = (
     Group("full", kv_spec([LayerKV(0, 1, 8, 8)], 4), "append"),
     Group("window", kv_spec([LayerKV(1, 1, 8, 8)], 4), "window", 6),
 )
+GRAIN = Grain(tile=16, programs=8, tile_programs=4)
 TABLES = Tables.of(GROUPS, {"tokens": 30}, 3, 40)  # 3 rows of 10 columns, then 31 entries per group
 
 
@@ -19,7 +23,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def plan(counts: list[int], past: list[int], ops: list[Op], blocks: BlockWrites) -> DevicePlan:
+def plan(counts: list[int], past: list[int], ops: list[Op], blocks: BlockWrites, grain: Grain = GRAIN) -> DevicePlan:
     start = np.cumsum([0, *counts]).astype(np.int32)
     step = Step(
         Delta(ops),
@@ -30,7 +34,7 @@ def plan(counts: list[int], past: list[int], ops: list[Op], blocks: BlockWrites)
         np.arange(len(counts), dtype=np.int32),
         (),
     )
-    return DevicePlan.of(step, GROUPS, TABLES, {"full": 16, "window": 16}, {"full": 8, "window": 8})
+    return DevicePlan.of(step, GROUPS, TABLES, dict.fromkeys(("full", "window"), grain))
 
 
 def test_the_last_write_of_an_entry_is_the_one_that_counts() -> None:
@@ -69,10 +73,44 @@ def test_decodes_read_their_own_row_and_chunks_do_not() -> None:
     decodes, tiles = mixed.groups["window"].decodes, mixed.groups["window"].tiles
     assert tiles is not None
     assert decodes.items[:, :4].tolist() == [[0, 0, 7, 13]]
-    assert tiles[:, :5].tolist() == [[1, 1, 6, 1, 8]]
+    assert tiles.tiles.tolist() == [[1, 1, 6, 1, 8, 0, 0, 0]]
 
     chunks = plan([2, 5], [12, 0], [], nothing)
     assert not any(len(group.decodes.items) for group in chunks.groups.values())
+
+
+def test_tiles_are_cut_by_what_their_group_sees() -> None:
+    """Behind 5,000 tokens: all of them, the last 4,095, or what comes from token 4,096 on."""
+    spec = kv_spec([LayerKV(0, 1, 8, 8)], 4)
+    groups = [Group("full", spec, "append"), *(Group(name, spec, "window", 4096) for name in ("window", "chunk"))]
+    none, grain = ints(), Grain(16, 8, 8)
+    step = Step(Delta(), BlockWrites(none, none, none), ints(*[0] * 20), ints(0, 20), ints(5000), ints(0), ())
+    tables = Tables.of(groups, {"tokens": 30}, 1, 40)
+    made = DevicePlan.of(step, groups, tables, dict.fromkeys(("full", "window", "chunk"), grain), ["chunk"])
+    seen = {name: group.tiles for name, group in made.groups.items()}
+    widths = {name: int(tiles.tiles[0, 5]) for name, tiles in seen.items() if tiles is not None}
+    assert all(tiles is not None and tiles.slots == len(tiles.tiles) == 8 for tiles in seen.values())
+    assert widths == {"full": 1280, "window": 1088, "chunk": 256}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(0, 9000)), min_size=1, max_size=40),
+    st.integers(0, 300),
+    st.integers(1, 70),
+    st.integers(1, 132),
+)
+def test_no_more_tiles_than_a_graph_has_places_for(
+    sequences: list[tuple[int, int]], more: int, tile: int, programs: int
+) -> None:
+    """Whatever the chunks' lengths, cut or not, and however many tokens are padding."""
+    counts, past = (list(x) for x in zip(*sequences, strict=True))
+    grain = Grain(tile, 8, programs)
+    made = plan(counts, past, [], BlockWrites(ints(), ints(), ints()), grain)
+    size = sum(counts) + more
+    for group in made.groups.values():
+        tiles = () if group.tiles is None else group.tiles.tiles
+        rows = len(tiles) + len(padding_tiles(sum(counts), size, tile))
+        assert rows <= most_tiles(size, min(size, len(counts)), grain)
 
 
 def test_states_are_entries_of_their_own_table_and_padding_has_the_null_page() -> None:

@@ -194,7 +194,7 @@ def test_no_decode_looks_at_the_host(family: str, monkeypatch: pytest.MonkeyPatc
     for module in experts:  # of which the loads are looked at, in float32
         monkeypatch.setattr(module, "forward", lambda hidden, *args, **named: torch.zeros_like(hidden))
     step = warm_steps(1, 1, 16)[2]  # one sequence, with the null page
-    plan = DevicePlan.of(step, runner.layout.groups, runner._tables, runner._tile, runner._programs)
+    plan = DevicePlan.of(step, runner.layout.groups, runner._tables, runner._grains)
     with torch.inference_mode():
         inputs: Inputs = runner._inputs(True, ROWS)
         runner._upload(plan.padded(ROWS), ROWS, runner._places[True, ROWS])

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.tile_parts import cut_all
 from torch import Tensor
 
-from isthmus.engine.device_plan import DevicePlan, Tables
+from isthmus.engine.device_plan import DevicePlan, Grain, Tables
 from isthmus.engine.step import BlockWrites, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, decode_config, head_tiles, prefill_tile
 from isthmus.kernels.reference import LayerCache, PartView, Scoring, Scratch, attend, group_batch
@@ -22,7 +23,7 @@ from isthmus.memory import Delta, Group, LayerKV, kv_spec
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages
 
 LAYER = 3
-PAST = (0, 37, 70, 5, 12)
+PAST = (0, 37, 130, 5, 12)
 COUNTS = (19, 1, 23, 1, 1)
 """Of sequences in the step: chunks and decodes mixed, some with nothing before them."""
 
@@ -62,8 +63,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("width", [0, 64], ids=["whole", "in parts"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_mixed_step_equals_the_reference(device: str, name: str) -> None:
+def test_a_mixed_step_equals_the_reference(device: str, name: str, width: int) -> None:
+    """Also with tiles in parts of `width` keys, of which windows and chunks see some, or none."""
     case = CASES[name]
     cpu, theirs = _world(case)
     arena = torch.full_like(cpu.arena, 0xFF)
@@ -71,7 +74,7 @@ def test_a_mixed_step_equals_the_reference(device: str, name: str) -> None:
     pages = cpu.arena.view(-1, cpu.group.spec.page_bytes)
     arena.view(-1, cpu.group.spec.page_bytes)[owned] = pages[owned]
     ours = arena.to(device)
-    found = _on_device(case, cpu, ours)
+    found = _on_device(case, cpu, ours, width)
     wanted = theirs()
     tolerance = 2e-5 if case.dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance)
@@ -138,17 +141,22 @@ def _world(case: Case) -> tuple[_World, Callable[[], Tensor]]:
     return _World(group, arena, table, *own, how), lambda: run(np.array(COUNTS), before, own, how)
 
 
-def _on_device(case: Case, at: _World, arena: Tensor) -> Tensor:
-    """The step through the kernels, as a layer of a model runs it."""
+def _on_device(case: Case, at: _World, arena: Tensor, width: int) -> Tensor:
+    """The step through the kernels, as a layer of a model runs it; tiles in parts of so many keys, 0: whole."""
     device, name = arena.device, at.group.name
     none = np.zeros(0, np.int32)
     start, past = at.start.astype(np.int32), np.array(PAST, np.int32)
     step = Step(Delta(), BlockWrites(none, none, none), np.zeros(start[-1], np.int32), start, past, none, ())
     tables = Tables.of([at.group], {"tokens": 1}, 1, 1)
     tile = prefill_tile(case.group, case.k_dim, case.v_dim, case.dtype.itemsize)
-    plan = DevicePlan.of(step, [at.group], tables, {name: tile}, {name: 4}, [name] if case.chunked else [])
+    plan = DevicePlan.of(step, [at.group], tables, {name: Grain(tile, 4, 4)}, [name] if case.chunked else [])
     work = plan.groups[name]
     assert work.tiles is not None
+    tiles = work.tiles
+    assert tiles.slots == 0
+    if width:
+        tiles = cut_all(tiles.tiles, width, tile, case.window, chunked=case.chunked)
+        assert tiles.slots > 0
     counts = np.array(COUNTS)
     position = plan.positions
     page = at.table[np.repeat(np.arange(len(counts)), counts), position // case.page_size].astype(np.int64)
@@ -160,11 +168,12 @@ def _on_device(case: Case, at: _World, arena: Tensor) -> Tensor:
         torch.from_numpy(page * case.page_size + position % case.page_size).to(**to),
         torch.from_numpy(table.astype(np.int32)).to(**to),
         DecodeItems(*(torch.from_numpy(x).to(**to) for x in work.decodes[:2])),
-        PrefillTiles(torch.from_numpy(work.tiles).to(**to), tile, case.window, case.chunked),
+        PrefillTiles(torch.from_numpy(tiles.tiles).to(**to), tile, tiles.slots, case.window, case.chunked),
     )
     pages = LayerPages.of(arena, at.group, LAYER, case.rank)
-    workspace = Workspace.of(len(work.decodes.items), case.heads, case.v_dim, device)
-    batch = DeviceBatch({LAYER: name}, {LAYER: LAYER}, {LAYER: pages}, {name: workspace})
+    rows = max(len(work.decodes.items) * case.heads, tiles.slots * case.heads * 128)
+    workspace = Workspace.holding([(rows, case.v_dim)], device)
+    batch = DeviceBatch({LAYER: name}, {LAYER: LAYER}, {LAYER: pages}, workspace)
     batch.step = {name: group}
     how = at.how if at.how.relative is None else replace(at.how, relative=at.how.relative.to(**to))
     query, key, value = (x.to(**to) for x in (at.query, at.key, at.value))

@@ -20,6 +20,8 @@ from isthmus.kernels.attention import (
     decode_attention,
     prefill_attention,
     prefill_config,
+    prefill_programs,
+    prefill_rows,
 )
 from isthmus.kernels.plan import plan_decode, plan_prefill
 from isthmus.kernels.reference import Scoring
@@ -61,6 +63,12 @@ class Prefill:
     page_size: int = 16
     layout: Layout = "page-major"
     config: PrefillConfig | None = None
+    split: bool = True  # tiles are cut where programs have no work
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of cached K and V that somebody sees."""
+        return self.sequences * min(self.past, (self.window or self.past + 1) - 1) * self.heads.row_bytes
 
     @property
     def operations(self) -> int:
@@ -79,7 +87,7 @@ def launches(case: Case, arena: Tensor, programs_of: int) -> Launches:
 
     `programs_of` is the number of multiprocessors. The arena's bytes are the cached rows, whatever they are.
     """
-    return _decode(case, arena, programs_of) if isinstance(case, Decode) else _prefill(case, arena)
+    return _decode(case, arena, programs_of) if isinstance(case, Decode) else _prefill(case, arena, programs_of)
 
 
 def _decode(case: Decode, arena: Tensor, cores: int) -> Launches:
@@ -100,15 +108,19 @@ def _decode(case: Decode, arena: Tensor, cores: int) -> Launches:
     ]
 
 
-def _prefill(case: Prefill, arena: Tensor) -> Launches:
+def _prefill(case: Prefill, arena: Tensor, cores: int) -> Launches:
     heads, n, device = case.heads, case.sequences, arena.device
     placed, table = _cached(case, arena)
+    shape = (heads.kv_heads, heads.group, heads.dim, heads.dim, ITEMSIZE)
     block_m = (case.config or prefill_config(heads.dim, heads.dim, ITEMSIZE)).block_m
     block = max(1, block_m // heads.group)
+    programs = prefill_programs(cores, *shape) if case.split else 1
     start = np.arange(n + 1, dtype=np.int32) * case.chunk
     past, which = np.full(n, case.past, np.int32), np.arange(n, dtype=np.int32)
-    tiles = plan_prefill(np.stack((start[:-1], start[1:])), past, which, block, case.window)
-    plan = PrefillTiles(_on(tiles, device), block, case.window)
+    work = plan_prefill(np.stack((start[:-1], start[1:])), past, which, block, case.window, programs=programs)
+    plan = PrefillTiles(_on(work.tiles, device), block, work.slots, case.window)
+    rows = prefill_rows(work.slots, block, *shape, case.config)
+    workspace = Workspace.holding([(rows, heads.dim)], device)
     tokens, how = n * case.chunk, Scoring(heads.dim**-0.5)
     found = []
     sets = [
@@ -121,11 +133,8 @@ def _prefill(case: Prefill, arena: Tensor) -> Launches:
     for i in range(max(len(placed.layers), _SETS)):
         key_pages, value_pages = placed.layers[i % len(placed.layers)]
         query, out, key, value = sets[i % _SETS]
-        found.append(
-            partial(
-                prefill_attention, query, out, key, value, key_pages, value_pages, table, plan, how, config=case.config
-            )
-        )
+        given = query, out, key, value, key_pages, value_pages, table, plan, workspace, how
+        found.append(partial(prefill_attention, *given, config=case.config))
     return found
 
 

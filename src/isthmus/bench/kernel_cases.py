@@ -26,8 +26,10 @@ _TRAFFIC = (  # sequences, cached, window
     (64, 8192, None),
     (16, 32_768, None),
 )
-_CHUNKS = ((16, 512), (4, 2048), (1, 8192))  # sequences, tokens: a step's budget
+_CHUNKS = ((16, 512, 0), (4, 2048, 0), (1, 8192, 0), (4, 2048, 6144))  # sequences, tokens, cached: a step's budget
+_TURNS = ((1, 256, 8192), (1, 256, 65_536))  # what is new of a long conversation: few tiles, with many keys each
 _PAGE = 16
+_RATES = ("gb_per_s", "of_copy")
 
 
 def decode_cases(page_sizes: Sequence[int]) -> list[Case]:
@@ -41,12 +43,12 @@ def decode_cases(page_sizes: Sequence[int]) -> list[Case]:
 
 
 def prefill_cases(page_sizes: Sequence[int]) -> list[Case]:
-    """Whole prompts, and a chunk of a long one, causal and windowed; page sizes matter to cached tokens alone."""
+    """Whole prompts, chunks of long ones, and turns behind long ones, causal and windowed, over pages of one size."""
     return [
         Prefill(heads, sequences, chunk, past, window, _PAGE)
         for heads in MODELS
         for window in (None, _WINDOW)
-        for sequences, chunk, past in (*((n, size, 0) for n, size in _CHUNKS), (4, 2048, 6144))
+        for sequences, chunk, past in _CHUNKS + _TURNS
     ]
 
 
@@ -82,11 +84,11 @@ def measure(cases: Sequence[Case], arena: Tensor, cores: int, copy: float) -> li
 def _measure(case: Case, arena: Tensor, cores: int, copy: float) -> dict[str, Any]:
     timing = gpu_time(launches(case, arena, cores))
     if isinstance(case, Decode):
-        kind, chunk, cached, rate = "decode", 1, case.cached, case.kv_bytes / timing.us * 1e6
-        speed = {"gb_per_s": round(rate / 1e9, 1), "of_copy": round(rate / copy, 3), "tflops": None}
+        kind, chunk, cached, tflops = "decode", 1, case.cached, None
     else:
-        kind, chunk, cached = "prefill", case.chunk, case.past
-        speed = {"gb_per_s": None, "of_copy": None, "tflops": round(case.operations / timing.us / 1e6, 1)}
+        kind, chunk, cached, tflops = "prefill", case.chunk, case.past, round(case.operations / timing.us / 1e6, 1)
+    rate = case.kv_bytes / timing.us * 1e6
+    speed = {"gb_per_s": round(rate / 1e9, 1), "of_copy": round(rate / copy, 3)} if rate else dict.fromkeys(_RATES)
     return {
         "kind": kind,
         "shape": case.heads.name,
@@ -98,5 +100,6 @@ def _measure(case: Case, arena: Tensor, cores: int, copy: float) -> dict[str, An
         "layout": case.layout,
         "us": round(timing.us, 2),
         **speed,
+        "tflops": tflops,
         "samples": [round(us, 2) for us in timing.samples],
     }

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from isthmus.engine import capacity
 from isthmus.engine.step import Step
-from isthmus.kernels.plan import DecodeWork, cut_chunks, dearest_first, plan_decode
+from isthmus.kernels.plan import (
+    DecodeWork,
+    PrefillWork,
+    cut_chunks,
+    dearest_first,
+    most_parts,
+    plan_decode,
+    split_long,
+)
 from isthmus.memory import Copies, Frees, Group, Moves, Writes
 
 Int32 = NDArray[np.int32]
@@ -62,12 +70,21 @@ class PageOp:
 
 
 @dataclass(frozen=True)
+class Grain:
+    """How the work of one group is cut."""
+
+    tile: int  # queries of a prefill tile
+    programs: int  # that decodes are shared out among, of a KV head
+    tile_programs: int  # of a KV head, that work on tiles at a time
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """What one group reads in a step."""
 
     first: Int32  # [S], first column of cached tokens that a query of the sequence sees
     decodes: DecodeWork
-    tiles: Int32 | None  # [n, 8], see `plan_prefill`
+    tiles: PrefillWork | None  # None: nobody has a chunk
 
 
 @dataclass(frozen=True)
@@ -133,16 +150,10 @@ class DevicePlan:
         step: Step,
         groups: Sequence[Group],
         tables: Tables,
-        tile: Mapping[str, int],
-        programs: Mapping[str, int],
+        grains: Mapping[str, Grain],
         chunked: Collection[str] = (),
     ) -> DevicePlan:
-        """Work out a step.
-
-        tile: queries of one prefill tile per group.
-        programs: that decodes are shared out among, of a KV head, per group.
-        chunked: the groups whose window is a chunk.
-        """
+        """Work out a step. `grains` are by group; `chunked` are the groups whose window is a chunk."""
         start, past = step.query_start[:-1], step.past
         counts = step.query_start[1:] - start
         assert len(counts) > 0
@@ -155,7 +166,7 @@ class DevicePlan:
             positions = np.arange(len(step.tokens), dtype=np.int32) + np.repeat(past - start, counts)
         index, value = _table_writes(step, tables)
         work = _Work.of(start, counts, past, sequence_of if decode else None)
-        plans = work.plan([g for g in groups if g.space == "tokens"], tables.page_size, tile, programs, chunked)
+        plans = work.plan([g for g in groups if g.space == "tokens"], tables.page_size, grains, chunked)
         end = -(-work.end // tables.page_size)
         states = next((StatePlan.of(step, g, tables) for g in groups if g.kind == "state"), None)
         ops = _page_ops(step)
@@ -172,6 +183,14 @@ class DevicePlan:
 def most_items(lanes: int, programs: int) -> int:
     """So many decodes are never cut into more items (see `plan_decode`): room that a captured graph reads them from."""
     return lanes + programs
+
+
+def most_tiles(tokens: int, sequences: int, grain: Grain) -> int:
+    """Rows of a step with chunks that is padded to so many tokens, at most.
+
+    Every chunk, of two tokens at least, ends in a tile that may not be full, and so does what is padding's.
+    """
+    return tokens // grain.tile + min(tokens // 2, sequences) + 1 + most_parts(grain.tile_programs)
 
 
 def _table_writes(step: Step, tables: Tables) -> tuple[Int32, Int32]:
@@ -228,8 +247,7 @@ class _Work:
         self,
         groups: Sequence[Group],
         page_size: int,
-        tile: Mapping[str, int],
-        programs: Mapping[str, int],
+        grains: Mapping[str, Grain],
         chunked: Collection[str],
     ) -> dict[str, GroupPlan]:
         """What each group reads."""
@@ -239,21 +257,29 @@ class _Work:
                 np.subtract(self.past, self.past % group.window, out=first)
             elif group.window is not None:
                 np.maximum(self.past - (group.window - 1), 0, out=first)
-        decodes, tiles = self._decodes(groups, firsts, programs), self._tiles(groups, tile)
+        decodes, tiles = self._decodes(groups, firsts, grains), self._tiles(groups, grains, chunked)
         parts = zip(groups, firsts // page_size, decodes, tiles, strict=True)
         return {group.name: GroupPlan(first, work, cut) for group, first, work, cut in parts}
 
-    def _decodes(self, groups: Sequence[Group], firsts: Int32, programs: Mapping[str, int]) -> list[DecodeWork]:
+    def _decodes(self, groups: Sequence[Group], firsts: Int32, grains: Mapping[str, Grain]) -> list[DecodeWork]:
         d, start, end = self.decodes, self.start, self.end
         if len(d) < len(start):
             start, end, firsts = start[d], end[d], firsts[:, d]
         shared = zip(groups, firsts, strict=True)
-        return [plan_decode(start, d, first, end, programs=programs[group.name]) for group, first in shared]
+        return [plan_decode(start, d, first, end, programs=grains[group.name].programs) for group, first in shared]
 
-    def _tiles(self, groups: Sequence[Group], tile: Mapping[str, int]) -> Sequence[Int32] | Sequence[None]:
+    def _tiles(
+        self, groups: Sequence[Group], grains: Mapping[str, Grain], chunked: Collection[str]
+    ) -> Sequence[PrefillWork] | Sequence[None]:
         if (c := self.chunks) is None:
             return [None] * len(groups)
         bounds = np.stack((self.start[c], self.start[c] + self.counts[c]))
-        blocks = [tile[group.name] for group in groups]
-        cut = {block: cut_chunks(bounds, self.past[c], c, block) for block in set(blocks)}
-        return [dearest_first(cut[block], block, group.window) for block, group in zip(blocks, groups, strict=True)]
+        blocks = {grains[group.name].tile for group in groups}
+        cut = {block: cut_chunks(bounds, self.past[c], c, block) for block in blocks}
+        found = []
+        for group in groups:
+            grain, window = grains[group.name], group.window
+            tiles = dearest_first(cut[grain.tile], grain.tile, window)
+            cyclic = group.name in chunked
+            found.append(split_long(tiles, grain.tile, window, chunked=cyclic, programs=grain.tile_programs))
+        return found

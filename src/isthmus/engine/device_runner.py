@@ -24,23 +24,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from isthmus.engine.chunk_places import ChunkPlaces
-from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, StatePlan, Tables, most_items
+from isthmus.engine.device_plan import NOBODY, DevicePlan, PageOp, StatePlan, Tables, most_items, most_tiles
 from isthmus.engine.device_sampler import DeviceSampler, Drawn, Scored, greedy, score_later
+from isthmus.engine.grains import attention_shapes, grain_of, parts_of
 from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
 from isthmus.engine.padding import ALIGN, padded_items, padding_tiles
 from isthmus.engine.step import Result, Results, ScoreSpan, Step
-from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, head_tiles, prefill_tile
+from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace
 from isthmus.kernels.pages import NOWHERE, copy_pages, fill_pages, scatter, translate
-from isthmus.kernels.plan import FIELDS
+from isthmus.kernels.plan import FIELDS, most_parts
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
 from isthmus.model.device_states import DeviceStates, FixedChunks, StateInputs
 from isthmus.model.layout import ModelLayout, decoder
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
 
-_PROGRAMS_PER_CORE = 2  # of a decode
 _WRITES = 1 << 11  # of table entries that a graph makes; steps with more of them, which are few, launch them
 _PACKED_BYTES = 4 << 20  # of a step's arrays that are not a graph's, before they take a copy of their own
 _SCORE_BYTES = 256 << 20  # of float32 logits at a time
@@ -122,28 +122,18 @@ class DeviceRunner:
         if poison:
             arena.fill_(0xFF)  # NaN in every dtype a page can have
         ranks = latent_ranks(model)
-        shape = {name: _shape(layout, name, ranks) for name in self._tokens}
-        programs = _PROGRAMS_PER_CORE * _cores(self.device)
-        # Of a KV head's queries.
-        self._programs = {name: max(1, programs // s.units) for name, s in shape.items()}
+        shapes = {name: attention_shapes(layout, name, ranks) for name in self._tokens}
         width = next(model.parameters()).dtype.itemsize
-        self._tile = {name: prefill_tile(s.group, s.k_dim, s.v_dim, width) for name, s in shape.items()}
-        padding = max(0, max(graphs.get(True, ()), default=0) - max_num_seqs)  # lanes that no sequence ever has
-        workspaces = {
-            name: Workspace.of(
-                most_items(max_num_seqs, self._programs[name]) + padding,
-                s.kv_heads * s.group,
-                s.v_dim,
-                self.device,
-            )
-            for name, s in shape.items()
-        }
+        self._grains = {name: grain_of(found, _cores(self.device), width) for name, found in shapes.items()}
+        lanes = max((max_num_seqs, *graphs.get(True, ())))  # of decodes, some of which no sequence ever has
+        parts = [part for name in shapes for part in parts_of(shapes[name], self._grains[name], lanes, width)]
+        workspace = Workspace.holding(parts, self.device)
         pages = {
             layer: LayerPages.of(arena, self._groups[layout.layer_group[layer]], layer, ranks.get(layer))
             for layer, owner in layout.owner.items()
             if owner == layer
         }
-        self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspaces)
+        self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspace)
         self._states = DeviceStates(state_views(arena, layout.groups))
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}
@@ -171,7 +161,7 @@ class DeviceRunner:
 
     def launch(self, step: Step) -> Launch:
         """Queue a step; returns before it has run."""
-        plan = DevicePlan.of(step, self.layout.groups, self._tables, self._tile, self._programs, self.layout.chunked)
+        plan = DevicePlan.of(step, self.layout.groups, self._tables, self._grains, self.layout.chunked)
         with torch.inference_mode():
             every = plan.decode and len(step.samples) == len(step.rows)  # one sample for each token, in order
             if self._decodes is not None and every and not step.scores:
@@ -262,11 +252,12 @@ class DeviceRunner:
         sizes = dict.fromkeys(("tokens", "feed", "positions", "sequence_of"), 4 * size)
         sizes |= {"end": 4 * sequences, "index": 4 * _WRITES, "value": 4 * _WRITES}
         for name in self._tokens:
-            most = most_items(sequences, self._programs[name]) + (size - sequences if alone else 0)
-            sizes |= {f"{name}.items": _ROW_BYTES * most, f"{name}.bounds": 4 * (self._programs[name] + 1)}
+            grain = self._grains[name]
+            most = most_items(sequences, grain.programs) + (size - sequences if alone else 0)
+            sizes |= {f"{name}.items": _ROW_BYTES * most, f"{name}.bounds": 4 * (grain.programs + 1)}
             sizes[f"{name}.first"] = 4 * sequences
-            if not alone:  # every chunk ends in a tile that may not be full, the padding's too
-                sizes[f"{name}.tiles"] = _ROW_BYTES * (size // self._tile[name] + min(size, sequences + 1))
+            if not alone:
+                sizes[f"{name}.tiles"] = _ROW_BYTES * most_tiles(size, sequences, grain)
         if not alone:
             sizes["rows"] = 4 * sequences
         if self._mixers and alone:
@@ -297,9 +288,10 @@ class DeviceRunner:
             if f"{name}.items" in views and (plan is None or len(views[f"{name}.items"])):
                 items = DecodeItems(views[f"{name}.items"].view(-1, FIELDS), views[f"{name}.bounds"])
             if f"{name}.tiles" in views and (plan is None or len(views[f"{name}.tiles"])):
-                chunked = name in self.layout.chunked
+                chunked, grain = name in self.layout.chunked, self._grains[name]
                 rows, window = views[f"{name}.tiles"].view(-1, FIELDS), self._groups[name].window
-                tiles = PrefillTiles(rows, self._tile[name], window, chunked)
+                # Two launches always, so that the second is not compiled in the middle of serving.
+                tiles = PrefillTiles(rows, grain.tile, most_parts(grain.tile_programs), window, chunked)
             groups[name] = GroupStep(self._slots[name][:size], self._page_tables[name], items, tiles)
         states = self._state_inputs(views, None if plan is None else plan.states) if self._mixers else None
         return Inputs(
@@ -357,11 +349,11 @@ class DeviceRunner:
             sections["rows"] = plan.rows
         for name, group in plan.groups.items():
             decodes = group.decodes
-            tiles = _NO_WORK if group.tiles is None else group.tiles
+            tiles = _NO_WORK if group.tiles is None else group.tiles.tiles
             if more and alone:
                 decodes = padded_items(decodes, live, size)
             elif more:
-                tiles = np.concatenate((tiles, padding_tiles(live, size, self._tile[name])))
+                tiles = np.concatenate((tiles, padding_tiles(live, size, self._grains[name].tile)))
             sections[f"{name}.first"] = group.first
             sections[f"{name}.items"], sections[f"{name}.bounds"] = decodes.items, decodes.bounds
             if not alone:
@@ -443,31 +435,6 @@ class DeviceRunner:
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Attention of the layers of one group; the largest of each where they differ."""
-
-    kv_heads: int
-    group: int  # query heads per key head
-    k_dim: int
-    v_dim: int
-
-    @property
-    def units(self) -> int:
-        """Among which the queries of a decode are shared out."""
-        return self.kv_heads * head_tiles(self.group, self.v_dim)
-
-
-def _shape(layout: ModelLayout, name: str, ranks: Mapping[int, int]) -> _Shape:
-    spec = next(group.spec for group in layout.groups if group.name == name)
-    layers = [layer for layer, group in layout.layer_group.items() if group == name]
-    key = [spec.part(f"{layout.owner[layer]}.k") for layer in layers]
-    v_dims = [ranks.get(layer) or spec.part(f"{layout.owner[layer]}.v").shape[2] for layer in layers]
-    kv_heads = max(part.shape[1] for part in key)
-    group = max(layout.heads[layer] // part.shape[1] for layer, part in zip(layers, key, strict=True))
-    return _Shape(kv_heads, group, max(part.shape[2] for part in key), max(v_dims))
 
 
 def _cores(device: torch.device) -> int:

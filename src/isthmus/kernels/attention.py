@@ -1,8 +1,8 @@
 """Paged attention on a GPU: decode and prefill over strided views of the arena (Triton).
 
 Who reads what is planned on the host (`kernels/plan.py`) and carried in small integer tensors, so launches need
-nothing from the device. No call allocates or synchronises: all of them can be captured in a CUDA graph, and a graph
-of `decode_attention` serves any lengths, because each program reads on the device which items are its own.
+nothing from the device. No call allocates or synchronises: all of them can be captured in a CUDA graph, which then
+serves any lengths, because each program reads on the device what is its own.
 
 A layer's kernels are specialised by head counts and sizes, page size, dtypes, how far relative scores reach, and
 whether there is a soft cap, a sink, or (prefill) a window or chunks; never by lengths, batch sizes, or the window's
@@ -12,6 +12,7 @@ step: that is compiled in too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ import triton
 from torch import Tensor
 
 from isthmus.kernels.attention_decode import decode_kernel
-from isthmus.kernels.attention_prefill import prefill_kernel
+from isthmus.kernels.attention_prefill import MERGERS, merge_kernel, prefill_kernel
+from isthmus.kernels.device import HOPPER, shared_bytes
 from isthmus.kernels.plan import FIELDS
 from isthmus.kernels.reference import Scoring
 from isthmus.kernels.views import Pages, stride
@@ -37,6 +39,8 @@ __all__ = [
     "head_tiles",
     "prefill_attention",
     "prefill_config",
+    "prefill_programs",
+    "prefill_rows",
     "prefill_tile",
     "write_kv",
 ]
@@ -73,32 +77,48 @@ class PrefillTiles:
 
     tiles: Tensor  # int32 [n, 8] on the device, contiguous
     block: int  # queries of a tile, as planned
+    slots: int  # parts are among the first so many
     window: int | None = None  # a query sees itself and window - 1 tokens before it
     chunked: bool = False  # rather, what comes from the last multiple of the window on
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where decode items of one sequence meet. Layers share it, one launch after the other on one stream."""
+    """Where the parts of a sequence or of a tile meet. Layers share it, one launch after the other on one stream."""
 
-    rows: Tensor  # fp32 [most_items * heads * v_dim]: weighted value rows of a part
-    stats: Tensor  # fp32 [most_items * heads * 2]: its maxima, its sums
-    counters: Tensor  # int32 [most_items * heads]: parts that have arrived; all 0 between launches
+    rows: Tensor  # fp32 [rows * v_dim]: weighted value rows of a part
+    stats: Tensor  # fp32 [rows * 2]: its maxima, its sums
+    counters: Tensor  # int32 [rows]: parts of decodes that have arrived; all 0 between launches
 
     @classmethod
     def of(cls, most_items: int, heads: int, v_dim: int, device: torch.device | str) -> Workspace:
-        """Room for `most_items` items of any layer with at most so many query heads and value dims."""
-        rows = torch.empty(most_items * heads * v_dim, dtype=torch.float32, device=device)
-        stats = torch.empty(most_items * heads * 2, dtype=torch.float32, device=device)
-        return cls(rows, stats, torch.zeros(most_items * heads, dtype=torch.int32, device=device))
+        """Room for `most_items` items of decodes, of any layer with at most so many query heads and value dims."""
+        return cls.holding([(most_items * heads, v_dim)], device)
 
-    def holds(self, items: int, heads: int, v_dim: int) -> bool:
-        """Whether so many parts of such a layer fit."""
-        return items * heads * v_dim <= self.rows.numel() and items * heads <= self.counters.numel()
+    @classmethod
+    def holding(cls, launches: Iterable[tuple[int, int]], device: torch.device | str) -> Workspace:
+        """Room for any of these launches, one at a time: (rows of all its parts, value dims)."""
+        launches = list(launches)
+        most = max((rows for rows, _ in launches), default=0)
+        numbers = max((rows * v_dim for rows, v_dim in launches), default=0)
+        stats = torch.empty(most * 2, dtype=torch.float32, device=device)
+        counters = torch.zeros(most, dtype=torch.int32, device=device)
+        return cls(torch.empty(numbers, dtype=torch.float32, device=device), stats, counters)
+
+    def holds(self, rows: int, v_dim: int) -> bool:
+        """Whether so many rows of parts of such a layer fit."""
+        return rows * v_dim <= self.rows.numel() and rows <= self.counters.numel()
 
 
 _ACCUMULATED = 16384
 """Numbers of a program's outputs in fp32, at most: 64 registers of each of 256 threads."""
+
+_AMPLE = 128 << 10
+"""Bytes of shared memory without which builds are smaller."""
+
+_PREFILL_WARPS = 8
+"""Warps of prefill programs that a multiprocessor runs at a time: they take 180 to 255 registers of a thread, all it
+has. So 1 program of heads wider than 64, and 2 of others."""
 
 
 def head_tiles(group: int, v_dim: int) -> int:
@@ -108,35 +128,72 @@ def head_tiles(group: int, v_dim: int) -> int:
 
 
 def decode_config(k_dim: int, v_dim: int, itemsize: int, *, shared: bool = False) -> DecodeConfig:
-    """The build for head sizes and the bytes of a page's element: about 32 KiB of K and V per block.
+    """The build for head sizes and the bytes of a page's element: about 32 KiB of K and V per block, fewer of them in
+    flight where they would not fit.
 
     shared: values are the first elements of the keys, so that a block serves twice (576 + 512: not measured).
     """
+    tight = shared_bytes() < _AMPLE
     if shared:
         row_bytes = (triton.next_power_of_2(v_dim) + triton.next_power_of_2(max(1, k_dim - v_dim))) * itemsize
-        return DecodeConfig(min(64, max(16, 1 << ((49152 // row_bytes).bit_length() - 1))), 8, 3)
+        block_n = max(16, 1 << ((49152 // row_bytes).bit_length() - 1))
+        return DecodeConfig(min(32, block_n), 8, 2) if tight else DecodeConfig(min(64, block_n), 8, 3)
     row_bytes = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
     block_n = min(128, max(16, 1 << ((32768 // row_bytes).bit_length() - 1)))
     # Rows that must be widened need the registers of more warps.
     num_warps = 8 if itemsize == 1 and k_dim + v_dim > 256 else 4
-    return DecodeConfig(block_n, num_warps, 4 if k_dim + v_dim < 512 else 3)  # measured for 256 + 256 alone
+    return DecodeConfig(block_n, num_warps, 3 if tight or k_dim + v_dim >= 512 else 4)  # measured for 256 + 256 alone
 
 
-def prefill_config(k_dim: int, v_dim: int, itemsize: int) -> PrefillConfig:
-    """The build for head sizes and the bytes of an activation's element."""
-    wide = triton.next_power_of_2(max(k_dim, v_dim))
+def prefill_config(k_dim: int, v_dim: int, itemsize: int, row_itemsize: int | None = None) -> PrefillConfig:
+    """The build for head sizes, the bytes of an activation's element and, if known, of a page's.
+
+    Smaller where it would not fit: those builds were never measured. Queries do not depend on pages, for planning.
+    """
+    wide, tight = triton.next_power_of_2(max(k_dim, v_dim)), shared_bytes() < _AMPLE
     if itemsize > 2:
         return PrefillConfig(16, 16, 4, 2)
     if wide <= 64:
-        return PrefillConfig(128, 64, 4, 3)
-    if wide <= 128:
-        return PrefillConfig(128, 64, 8, 3)
-    return PrefillConfig(128, 32, 8, 3) if wide <= 256 else PrefillConfig(64, 32, 8, 2)
+        found = PrefillConfig(128, 64, 4, 3)
+    elif wide <= 128:
+        found = PrefillConfig(128, 64, 8, 3)
+    elif wide <= 256:
+        found = PrefillConfig(64, 32, 4, 2) if tight else PrefillConfig(128, 32, 8, 3)
+    else:
+        found = PrefillConfig(32, 32, 4, 2) if tight else PrefillConfig(64, 32, 8, 2)
+    narrow = row_itemsize is not None and row_itemsize < itemsize  # a block is there twice, as it lies and widened
+    return found._replace(block_n=found.block_n // 2) if narrow and shared_bytes() < HOPPER else found
 
 
 def prefill_tile(group: int, k_dim: int, v_dim: int, itemsize: int) -> int:
     """Queries per tile to plan with, for `group` query heads per KV head."""
     return max(1, prefill_config(k_dim, v_dim, itemsize).block_m // (group // head_tiles(group, v_dim)))
+
+
+def prefill_programs(cores: int, kv_heads: int, group: int, k_dim: int, v_dim: int, itemsize: int) -> int:
+    """How many tiles of a KV head, or of a tile of its query heads, `cores` multiprocessors work on at a time."""
+    resident = max(1, _PREFILL_WARPS // prefill_config(k_dim, v_dim, itemsize).num_warps)
+    return max(1, cores * resident // (kv_heads * head_tiles(group, v_dim)))
+
+
+def prefill_rows(
+    slots: int,
+    block: int,
+    kv_heads: int,
+    group: int,
+    k_dim: int,
+    v_dim: int,
+    itemsize: int,
+    config: PrefillConfig | None = None,
+) -> int:
+    """Rows of a workspace that `slots` parts of tiles of `block` queries take, of all heads together."""
+    tiles, config = head_tiles(group, v_dim), config or prefill_config(k_dim, v_dim, itemsize)
+    return slots * kv_heads * tiles * _block_m(config.block_m, block, group // tiles)
+
+
+def _block_m(least: int, queries: int, group: int) -> int:
+    """Rows of a tile of so many queries, of `group` heads each."""
+    return max(least, int(triton.next_power_of_2(queries * group)))
 
 
 def decode_attention(
@@ -163,7 +220,7 @@ def decode_attention(
     pages = Pages.of(key_pages, value_pages)
     heads = query.shape[1]
     _check(plan.items, heads, pages)
-    assert workspace.holds(len(plan.items), heads, pages.v_dim), "the workspace is for fewer items or smaller layers"
+    assert workspace.holds(len(plan.items) * heads, pages.v_dim), "the workspace is for fewer items or smaller layers"
     tiles = head_tiles(heads // pages.kv_heads, pages.v_dim)
     group = heads // pages.kv_heads // tiles
     block_n, num_warps, num_stages = config or decode_config(
@@ -227,6 +284,7 @@ def prefill_attention(
     value_pages: Tensor,
     page_table: Tensor,
     plan: PrefillTiles,
+    workspace: Workspace,
     how: Scoring,
     *,
     k_scale: float = 1.0,
@@ -236,7 +294,8 @@ def prefill_attention(
     """The chunks of a step over their cached tokens, then over their own rows; writes `out` at the chunks' tokens.
 
     key `[T, kv_heads, k_dim]` and value `[T, kv_heads, v_dim]` are the step's own rows, unit last stride, not scaled;
-    the rest as in `decode_attention`. The page table is valid for the cached tokens that a chunk's queries see.
+    the rest as in `decode_attention`. The page table is valid for the cached tokens that a chunk's queries see. A plan
+    with slots is two launches, whether tiles are cut or not.
     """
     if len(plan.tiles) == 0:
         return
@@ -244,10 +303,16 @@ def prefill_attention(
     _check(plan.tiles, query.shape[1], pages)
     tiles = head_tiles(query.shape[1] // pages.kv_heads, pages.v_dim)
     group = query.shape[1] // pages.kv_heads // tiles
-    block_m, block_n, num_warps, num_stages = config or prefill_config(pages.k_dim, pages.v_dim, query.itemsize)
+    block_m, block_n, num_warps, num_stages = config or prefill_config(
+        pages.k_dim, pages.v_dim, query.itemsize, key_pages.itemsize
+    )
+    block_m = _block_m(block_m, plan.block, group)
+    units, slots = pages.kv_heads * tiles, min(plan.slots, len(plan.tiles))
+    assert workspace.holds(slots * units * block_m, pages.v_dim), "the workspace is for fewer parts or smaller layers"
     relative = _Relative.of(how, query)
     tail = pages.k_dim - pages.v_dim if pages.shared else 0
-    prefill_kernel[(len(plan.tiles) * pages.kv_heads * tiles,)](
+    v_scale = k_scale if pages.shared else v_scale
+    prefill_kernel[(len(plan.tiles) * units,)](
         query,
         out,
         key,
@@ -256,12 +321,14 @@ def prefill_attention(
         value_pages,
         page_table,
         plan.tiles,
+        workspace.rows,
+        workspace.stats,
         how.sinks,
         how.relative,
         how.scaling,
         how.softcap or 0.0,
         k_scale,
-        k_scale if pages.shared else v_scale,
+        v_scale,
         relative.token,
         relative.head,
         stride(query, 0),
@@ -292,13 +359,33 @@ def prefill_attention(
         DISTANCES=relative.distances,
         PRECISION=_precision(query),
         BLOCK_Q=plan.block,
-        BLOCK_M=max(block_m, triton.next_power_of_2(plan.block * group)),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(pages.k_dim - tail),
         BLOCK_V=triton.next_power_of_2(pages.v_dim),
         BLOCK_T=max(16, triton.next_power_of_2(tail)),
         num_warps=num_warps,
         num_stages=num_stages,
+    )
+    if slots == 0:
+        return
+    merge_kernel[(slots * units, MERGERS)](
+        out,
+        plan.tiles,
+        workspace.rows,
+        workspace.stats,
+        how.sinks,
+        v_scale,
+        stride(out, 0),
+        stride(out, 1),
+        UNITS=units,
+        GROUP=group,
+        V_DIM=pages.v_dim,
+        SINKS=how.sinks is not None,
+        BLOCK_Q=plan.block,
+        BLOCK_M=block_m,
+        BLOCK_V=triton.next_power_of_2(pages.v_dim),
+        num_warps=4,
     )
 
 

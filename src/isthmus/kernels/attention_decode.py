@@ -22,70 +22,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isthmus.kernels.attention_softmax import add_block, finish, look_up, relative_scores, scores, widen
+from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
+from isthmus.kernels.attention_softmax import add_block, look_up, relative_scores, scores, widen
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
-
-MERGE_STAGES = tl.constexpr(3)
-
-
-@triton.jit
-def _store_part(
-    p_rows: tl.tensor,
-    p_stats: tl.tensor,
-    slot: tl.tensor,
-    b_max: tl.tensor,
-    b_sum: tl.tensor,
-    b_out: tl.tensor,
-    o_group: tl.tensor,
-    o_value: tl.tensor,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-) -> None:
-    """Put a part into `slot` (counted over units too) of the workspace."""
-    live = o_group < GROUP
-    at = slot.to(tl.int64) * GROUP
-    tl.store(p_stats + at * 2 + o_group, b_max, mask=live)
-    tl.store(p_stats + at * 2 + GROUP + o_group, b_sum, mask=live)
-    p_out = p_rows + at * V_DIM + o_group[:, None] * V_DIM + o_value[None, :]
-    tl.store(p_out, b_out, mask=live[:, None] & (o_value < V_DIM)[None, :])
-
-
-@triton.jit
-def _merge_parts(
-    p_rows: tl.tensor,
-    p_stats: tl.tensor,
-    slot: tl.tensor,
-    step: tl.tensor,
-    parts: tl.tensor,
-    o_group: tl.tensor,
-    o_value: tl.tensor,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-) -> tl.tensor:
-    """(maximum, sum, weighted rows) of slots `slot`, `slot + step`, .., in that order.
-
-    Rows past GROUP come out as an empty part. Other programs wrote the slots, so nothing is taken from L1.
-    """
-    live = o_group < GROUP
-    inside = live[:, None] & (o_value < V_DIM)[None, :]
-    b_max = tl.where(live, float("-inf"), 0.0)
-    b_sum = tl.zeros_like(b_max)
-    b_out = tl.zeros([o_group.shape[0], o_value.shape[0]], tl.float32)
-    for i in tl.range(0, parts, num_stages=MERGE_STAGES):
-        at = (slot + i * step).to(tl.int64) * GROUP
-        b_part_max = tl.load(p_stats + at * 2 + o_group, mask=live, other=0.0, cache_modifier=".cg")
-        b_part_sum = tl.load(p_stats + at * 2 + GROUP + o_group, mask=live, other=0.0, cache_modifier=".cg")
-        p_part = p_rows + at * V_DIM + o_group[:, None] * V_DIM + o_value[None, :]
-        b_part = tl.load(p_part, mask=inside, other=0.0, cache_modifier=".cg")
-        b_new = tl.maximum(b_max, b_part_max)
-        b_old_weight = tl.exp2(b_max - b_new)
-        b_part_weight = tl.exp2(b_part_max - b_new)
-        b_sum = b_sum * b_old_weight + b_part_sum * b_part_weight
-        b_out = b_out * b_old_weight[:, None] + b_part * b_part_weight[:, None]
-        b_max = b_new
-    return b_max, b_sum, b_out
 
 
 @triton.jit
@@ -100,23 +41,6 @@ def _arrive_last(p_counter: tl.tensor, parts: tl.tensor) -> tl.tensor:
         tl.store(p_counter, 0)
     tl.debug_barrier()
     return last
-
-
-@triton.jit
-def _store_mean(
-    p_row: tl.tensor,
-    b_max: tl.tensor,
-    b_sum: tl.tensor,
-    b_out: tl.tensor,
-    p_sinks: tl.tensor,
-    o_head: tl.tensor,
-    live: tl.tensor,
-    inside: tl.tensor,
-    v_scale: tl.float32,
-    SINKS: tl.constexpr,
-) -> None:
-    b_mean = finish(b_max, b_sum, b_out, p_sinks, o_head, live, v_scale, SINKS)
-    tl.store(p_row, b_mean.to(p_row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -146,25 +70,27 @@ def _join_parts(
     live = o_group < GROUP
     o_head = i_head * GROUP + o_group
     slot = (base + index) * UNITS + i_head
-    _store_part(p_rows, p_stats, slot, b_max, b_sum, b_out, o_group, o_value, GROUP, V_DIM)
+    store_part(p_rows, p_stats, slot, b_max, b_sum, b_out, o_group, o_value, live, GROUP, V_DIM)
     leader = index // FAN * FAN
     slot = (base + leader) * UNITS + i_head
     members = tl.minimum(parts - leader, FAN)
     if _arrive_last(p_counters + slot, members):
-        b_max1, b_sum1, b_out1 = _merge_parts(p_rows, p_stats, slot, UNITS, members, o_group, o_value, GROUP, V_DIM)
+        b_max1, b_sum1, b_out1 = merge_parts(
+            p_rows, p_stats, slot, UNITS, members, o_group, o_value, live, GROUP, V_DIM
+        )
         if parts <= FAN:
-            _store_mean(p_row, b_max1, b_sum1, b_out1, p_sinks, o_head, live, inside, v_scale, SINKS)
+            store_mean(p_row, b_max1, b_sum1, b_out1, p_sinks, o_head, live, inside, v_scale, SINKS)
         else:
             tl.debug_barrier()  # no thread may still be reading the slot that is overwritten
-            _store_part(p_rows, p_stats, slot, b_max1, b_sum1, b_out1, o_group, o_value, GROUP, V_DIM)
+            store_part(p_rows, p_stats, slot, b_max1, b_sum1, b_out1, o_group, o_value, live, GROUP, V_DIM)
             runs = tl.cdiv(parts, FAN)
             slot = base * UNITS + i_head
             # Slot 1 of a sequence begins no run of FAN, so its counter is free to count the runs.
             if _arrive_last(p_counters + slot + UNITS, runs):
-                b_max2, b_sum2, b_out2 = _merge_parts(
-                    p_rows, p_stats, slot, FAN * UNITS, runs, o_group, o_value, GROUP, V_DIM
+                b_max2, b_sum2, b_out2 = merge_parts(
+                    p_rows, p_stats, slot, FAN * UNITS, runs, o_group, o_value, live, GROUP, V_DIM
                 )
-                _store_mean(p_row, b_max2, b_sum2, b_out2, p_sinks, o_head, live, inside, v_scale, SINKS)
+                store_mean(p_row, b_max2, b_sum2, b_out2, p_sinks, o_head, live, inside, v_scale, SINKS)
 
 
 @triton.jit(
@@ -278,7 +204,7 @@ def decode_kernel(
         p_row = p_out + token * out_token + o_head[:, None] * out_head + o_value[None, :]
         inside = live[:, None] & value_inside
         if parts == 1:
-            _store_mean(p_row, b_max, b_sum, b_out, p_sinks, o_head, live, inside, v_scale, SINKS)
+            store_mean(p_row, b_max, b_sum, b_out, p_sinks, o_head, live, inside, v_scale, SINKS)
         else:
             _join_parts(
                 p_row,

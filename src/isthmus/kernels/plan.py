@@ -26,6 +26,19 @@ _Shared: TypeAlias = tuple[Integers, Integers, Int32]
 """Items: the decode of each, how far into its tokens it begins, and the programs' bounds."""
 
 
+SHORTEST = 128
+"""Tokens of a part of a tile, at least."""
+
+TILE_PART = 64
+"""What one part more of a tile costs, in keys read: queries loaded again, rows left in the workspace."""
+
+TILE_MERGE = 128
+"""What it costs a step that its tiles' parts are merged, in keys read: a launch that waits for the last of them."""
+
+_PIECES = np.unique(np.rint(1.15 ** np.arange(60)).astype(np.int64))
+"""That the longest tile may be cut into: every number up to 8, then steps of about 15 %."""
+
+
 class DecodeWork(NamedTuple):
     """Of one decode launch."""
 
@@ -134,15 +147,42 @@ def _in_line(span: Integers, share: float, programs: int) -> _Shared:
     return owner, starts - place[owner], bounds
 
 
-def plan_prefill(bounds: Integers, past: Integers, sequences: Integers, block: int, window: int | None = None) -> Int32:
-    """Cut chunks into tiles of `block` queries, the most expensive first.
+class PrefillWork(NamedTuple):
+    """Of one prefill launch."""
+
+    tiles: Int32  # [n, 8] = (sequence, chunk_start, chunk_end, tile_start, past, width, index, parts)
+    slots: int  # the parts: they come first, those of a tile together and in order
+
+
+def plan_prefill(
+    bounds: Integers,
+    past: Integers,
+    sequences: Integers,
+    block: int,
+    window: int | None = None,
+    *,
+    chunked: bool = False,
+    programs: int,
+) -> PrefillWork:
+    """Cut chunks into tiles of `block` queries, the most expensive first, and tiles with long lines of keys into parts.
 
     Chunk c is tokens [bounds[0, c], bounds[1, c]) of the flat batch, with `past[c]` cached tokens before it; its
-    sequence is row `sequences[c]` of the page table. The window decides nothing but the order.
+    sequence is row `sequences[c]` of the page table. `programs` are those of a KV head that run at once.
 
-    Returns tiles int32 `[n, 8]` = (sequence, chunk_start, chunk_end, tile_start, past, 0, 0, 0).
+    A tile reads the keys from the first that its first query sees up to its last query's own. Part `index` of `parts`
+    reads `width` of them, counted from the last multiple of ALIGN up to the first; the last part reads the rest, and
+    begins no later than the tile's first query, so that without a window every query sees some key of every part.
+    `parts` is 0 for a whole tile.
+
+    The same lengths always give the same work, with `most_parts(programs)` slots and rows more than tiles, at most.
     """
-    return dearest_first(cut_chunks(bounds, past, sequences, block), block, window)
+    tiles = dearest_first(cut_chunks(bounds, past, sequences, block), block, window)
+    return split_long(tiles, block, window, chunked=chunked, programs=programs)
+
+
+def most_parts(programs: int) -> int:
+    """Slots that a plan takes, at most: twice as many as run at once, for tiles just too long to halve."""
+    return 2 * programs
 
 
 def cut_chunks(bounds: Integers, past: Integers, sequences: Integers, block: int) -> Int32:
@@ -165,3 +205,48 @@ def dearest_first(tiles: Int32, block: int, window: int | None) -> Int32:
         np.minimum(cost, window + block, out=cost)
     rows: Int32 = tiles.T.take((-cost).argsort(kind="stable"), axis=0)
     return rows
+
+
+def split_long(tiles: Int32, block: int, window: int | None, *, chunked: bool, programs: int) -> PrefillWork:
+    """Rows of `dearest_first`, those cut into parts that would keep a step waiting while other programs have no work.
+
+    All parts are made about as long as the one number allows that lets the step end soonest.
+    """
+    before = _keys_before(tiles.T, window, chunked)
+    longest, every = int(before.max(initial=0)) + block, int(before.sum()) + block * len(tiles)
+    if longest <= 2 * SHORTEST or 4 * longest * programs <= 5 * every:  # there is nearly enough work for all
+        return PrefillWork(tiles, 0)
+    even = programs // len(tiles), 2 * programs // len(tiles)  # what is best where all tiles are alike
+    pieces = np.append(_PIECES, np.maximum(even, 1))
+    pieces = pieces[pieces <= min(2 * programs, longest // SHORTEST)]
+    width = -(-longest // (pieces * ALIGN)) * ALIGN
+    parts = before // width[:, None] + 1
+    items = parts.sum(1)
+    slots = items - np.count_nonzero(parts == 1, axis=1)
+    rounds = -(-items // programs)
+    time = np.maximum(width, rounds * (every + TILE_PART * slots) / items)
+    time[slots > 0] += TILE_PART + TILE_MERGE
+    time[slots > most_parts(programs)] = np.inf
+    best = int(time.argmin())
+    return _cut(tiles, before, parts[best]) if slots[best] else PrefillWork(tiles, 0)
+
+
+def _keys_before(columns: Int32, window: int | None, chunked: bool) -> Integers:
+    """How many keys each tile reads before its first query's own, counted from a multiple of ALIGN."""
+    _, start, _, tile_start, past = columns[:5]
+    position: Integers = past + tile_start - start  # of the first query
+    if window is None:
+        return position
+    seen: Integers = position % window if chunked else np.minimum(position, window - 1)
+    return seen + (position - seen) % ALIGN
+
+
+def _cut(tiles: Int32, before: Integers, parts: Integers) -> PrefillWork:
+    """Each tile in so many parts, as equal as multiples of ALIGN can be."""
+    long = parts > 1
+    n = parts[long]
+    rows = tiles[long].repeat(n, axis=0)
+    rows[:, 5] = np.repeat(before[long] // (n * ALIGN) * ALIGN + ALIGN, n)
+    rows[:, 6] = np.arange(len(rows)) - np.repeat(n.cumsum() - n, n)
+    rows[:, 7] = np.repeat(n, n)
+    return PrefillWork(np.concatenate((rows, tiles[~long])), len(rows))

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.device import shared_bytes
 from isthmus.kernels.ssd_decode import softplus, strides
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
@@ -29,11 +30,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_for(dtype: torch.dtype, n_dim: int) -> Tile:
-    """The build for activations of a dtype: all but bf16 become fp32, whose products take more registers."""
+def tile_for(dtype: torch.dtype, n_dim: int, room: int) -> Tile:
+    """The build for activations of a dtype: all but bf16 become fp32, whose products take more registers.
+
+    room: bytes of shared memory, see `isthmus.kernels.device.shared_bytes`.
+    """
     if dtype != torch.bfloat16:
         return Tile(16, 32, 8, 1)
-    return Tile(64, 64, 4 if n_dim <= 128 else 8, 2)
+    # Of 64 rows: two blocks of keys and queries, the states' products, and what becomes of scores.
+    rows = 64 if 640 * triton.next_power_of_2(n_dim) + 8192 <= room else 32
+    return Tile(64, rows, 4 if n_dim <= 128 else 8, 2)
 
 
 @triton.jit
@@ -226,7 +232,7 @@ def _chunks(
     assert page_bytes % VECTOR_BYTES == 0, "pages are multiples of 16 bytes"
     if len(sequences) == 0:
         return
-    tokens, most_rows, num_warps, num_stages = tile or tile_for(value.dtype, n_dim)
+    tokens, most_rows, num_warps, num_stages = tile or tile_for(value.dtype, n_dim, shared_bytes())
     block_p = max(16, min(most_rows, triton.next_power_of_2(p_dim)))
     block_n = max(16, triton.next_power_of_2(n_dim))
     _chunks_kernel[(triton.cdiv(p_dim, block_p), heads, len(sequences))](

@@ -78,14 +78,14 @@ class DeviceBatch:
         layer_group: Mapping[int, str],
         owner: Mapping[int, int],
         pages: Mapping[int, LayerPages],
-        workspaces: Mapping[str, Workspace],
+        workspace: Workspace,
     ) -> None:
         self.step: Mapping[str, GroupStep] = {}  # by group
         self.positions = torch.empty(0, dtype=torch.int64)  # [T], of the step
         self._layer_group = layer_group
         self._owner = owner
         self._pages = pages
-        self._workspaces = workspaces
+        self._workspace = workspace
         self.handle = _register(self)
 
     def attend(
@@ -114,10 +114,10 @@ class DeviceBatch:
             write_kv(key, value, pages.key, pages.value, step.slots)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         if step.items is not None:
-            workspace = self._workspaces[group]
-            decode_attention(query, out, pages.key, pages.value, step.page_table, step.items, workspace, how)
+            decode_attention(query, out, pages.key, pages.value, step.page_table, step.items, self._workspace, how)
         if step.tiles is not None:
-            prefill_attention(query, out, key, value, pages.key, pages.value, step.page_table, step.tiles, how)
+            given, cached = (query, out, key, value), (pages.key, pages.value, step.page_table)
+            prefill_attention(*given, *cached, step.tiles, self._workspace, how)
         return out
 
 

@@ -1,0 +1,148 @@
+"""Builds kernels for GPUs that are not here, in a process of its own: Triton's compiler needs none.
+
+    python -m tests.kernels.offline 89 101376
+
+prints, as JSON, the bytes of shared memory that each of `cases` takes on a GPU of compute capability 8.9 whose programs
+may have so many. A launch builds what it would run, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from isthmus.kernels import attention, ssd_chunks
+from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
+from isthmus.kernels.experts import expert_linear, work_size
+from isthmus.kernels.plan import FIELDS
+from isthmus.kernels.reference import Scoring
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.float8_e5m2: "fp8e5",
+}
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e5m2
+
+
+def built(launch: Callable[[], object], capability: int) -> int:
+    """The most shared memory that a kernel of this launch takes on a GPU of that capability, in bytes."""
+    target, found = GPUTarget("cuda", capability, 32), [0]
+
+    def build(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+        kernel = triton.compile(source(self, dict(zip(self.arg_names, args, strict=False)) | given), target, options)
+        found.append(kernel.metadata.shared)
+
+    run, JITFunction.run = JITFunction.run, build
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return max(found)
+
+
+def source(kernel: Any, values: dict[str, Any]) -> ASTSource:
+    """What a launch with these arguments compiles; tensors and numbers are taken to be as aligned as they can be."""
+    signature, constants, aligned = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values.get(parameter.name)
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[place,] = "constexpr", value
+            continue
+        signature[parameter.name] = "*" + NAMES[value.dtype] if isinstance(value, Tensor) else number(parameter, value)
+        if not parameter.do_not_specialize and (isinstance(value, Tensor) or value % 16 == 0):
+            aligned[place,] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+
+
+def number(parameter: Any, value: float) -> str:
+    return "fp32" if isinstance(value, float) else parameter.annotation_type or "i32"
+
+
+def attends(heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, rows: torch.dtype) -> Iterator[Any]:
+    """A decode, then a prefill, over pages of `rows`; values of other sizes than keys are their first elements."""
+    shared = k_dim != v_dim
+    query, out = torch.empty(64, heads, k_dim, dtype=dtype), torch.empty(64, heads, v_dim, dtype=dtype)
+    row = kv_heads * (k_dim if shared else k_dim + v_dim)
+    pages = torch.empty(8 * 16 * row, dtype=torch.uint8 if rows.itemsize == 1 else rows).view(rows)
+    keys = pages.as_strided((8, 16, kv_heads, k_dim), (16 * row, kv_heads * k_dim, k_dim, 1))
+    values = keys[..., :v_dim]
+    if not shared:
+        behind = pages[16 * kv_heads * k_dim :]
+        values = behind.as_strided((8, 16, kv_heads, v_dim), (16 * row, kv_heads * v_dim, v_dim, 1))
+    table, how = torch.zeros(4, 8, dtype=torch.int32), Scoring(0.1, None, None, None)
+    work = torch.zeros(8, FIELDS, dtype=torch.int32)
+    workspace = Workspace.of(1024, heads, v_dim, "cpu")
+    items = DecodeItems(work, torch.zeros(9, dtype=torch.int32))
+    yield lambda: attention.decode_attention(query, out, keys, values, table, items, workspace, how)
+    key, value = torch.empty(64, kv_heads, k_dim, dtype=dtype), torch.empty(64, kv_heads, v_dim, dtype=dtype)
+    tiles = PrefillTiles(work, prefill_tile(heads // kv_heads, k_dim, v_dim, dtype.itemsize), slots=8)
+    yield lambda: attention.prefill_attention(query, out, key, value, keys, values, table, tiles, workspace, how)
+
+
+def experts(pairs: int, transposed: bool) -> Callable[[], object]:
+    """Eight of them."""
+    weight = torch.empty(8, *((512, 1024) if transposed else (1024, 512)), dtype=BF16)
+    work = torch.zeros(work_size(pairs, 8), dtype=torch.int32)
+    x = torch.empty(pairs, 512, dtype=BF16)
+    return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed)
+
+
+def mamba(n_dim: int) -> Callable[[], object]:
+    """Chunks of Mamba-2."""
+    integers = [torch.zeros(4, dtype=torch.int32) for _ in range(4)]
+    pages, starts, ends, which = integers
+    where = (pages, torch.zeros(4, dtype=torch.uint8), starts, ends, which)
+    rows, out = torch.empty(64, 1, n_dim, dtype=BF16), torch.empty(64, 8, 64, dtype=BF16)
+    step, of_heads = torch.empty(64, 8, dtype=BF16), torch.empty(8, dtype=BF16)
+    view = torch.empty(4, 8, 64, n_dim)
+    rate = torch.empty(8)
+    return lambda: ssd_chunks.ssd_chunks(view, where, rows, rows, out, step, of_heads, rate, of_heads, out)
+
+
+HEADS = {
+    "64": (64, 8, 64, 64, BF16, BF16),
+    "128": (32, 8, 128, 128, BF16, BF16),
+    "256": (8, 4, 256, 256, BF16, BF16),
+    "256 of fp8": (8, 4, 256, 256, BF16, FP8),
+    "64 of fp8": (64, 8, 64, 64, BF16, FP8),
+    "128 of fp8": (32, 8, 128, 128, BF16, FP8),
+    "512 of fp8": (8, 1, 512, 512, BF16, FP8),
+    "latent rows of fp8": (32, 1, 576, 512, BF16, FP8),
+    "256 of fp32": (8, 4, 256, 256, FP32, FP32),
+    "512": (8, 1, 512, 512, BF16, BF16),
+    "latent rows": (32, 1, 576, 512, BF16, BF16),
+}
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those that take most of a multiprocessor's shared memory."""
+    for name, heads in HEADS.items():
+        decode, prefill = attends(*heads)
+        yield f"decode {name}", decode
+        yield f"prefill {name}", prefill
+    for pairs in (8, 512, 8192):
+        yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
+    for n_dim in (128, 256):
+        yield f"Mamba-2 {n_dim}", mamba(n_dim)
+
+
+if __name__ == "__main__":
+    which, room = map(int, sys.argv[1:])
+    for module in (attention, ssd_chunks):
+        vars(module)["shared_bytes"] = lambda: room
+    print(json.dumps({name: built(launch, which) for name, launch in cases()}))
