@@ -280,17 +280,19 @@ class Life:
         row.past = end
 
     def _settle(self, rows: Sequence[Row]) -> None:
-        runs, own = [], []
+        first, end, own = [], [], []
         for row in rows:
             row.names.extend(row.tokens[row.names.tokens :])
             known, row.known = row.known, row.past // self.page_size
-            runs.append((row.names, known, row.known))
+            first.append(known)
+            end.append(row.known)
             own += row.ids[known : row.known] if self.tokens else [0] * (row.known - known)
-        ids = self.cache.insert(runs, np.array(own, np.int64)).tolist()
-        for row, (_, known, end) in zip(rows, runs, strict=True):
+        columns = np.array(first, np.int64), np.array(end, np.int64)
+        ids = self.cache.insert([row.names for row in rows], *columns, np.array(own, np.int64)).tolist()
+        for row, start, stop in zip(rows, first, end, strict=True):
             if self.tokens:
-                row.ids[known:end] = ids[: end - known]
-            ids = ids[end - known :]
+                row.ids[start:stop] = ids[: stop - start]
+            ids = ids[stop - start :]
         self.check()
         for row in rows:
             self._pass(row)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from isthmus.cache import KINDS
+from isthmus.cache.names import extend_each
 from isthmus.cache.nodes import Nodes
 from isthmus.cache.prefix import PrefixCache
 from isthmus.memory import Group, Pool, opaque_spec
@@ -265,6 +266,20 @@ def test_an_id_is_unlocked_once() -> None:
         life.cache.unlock("full", np.array(row.ids[:1]))
 
 
+def test_a_page_of_many_is_named_as_it_would_be_alone() -> None:
+    cache = PrefixCache(Pool(1 << 16, groups_of(next(iter(SHAPES)), 4)), 4)
+    tokens = np.arange(3 * 12, dtype=np.int32).reshape(3, 12)
+    alone, together = [cache.names("a") for _ in tokens], [cache.names("a") for _ in tokens]
+    for one, row in zip(alone, tokens, strict=True):
+        one.extend(row)
+    together[2].extend(tokens[2, :4])
+    extend_each(together[:2], tokens[:2, :4])
+    for start in (4, 8):
+        extend_each(together, tokens[:, start : start + 4])
+    assert [names.pages for names in together] == [names.pages for names in alone]
+    assert {names.tokens for names in together} == {12}
+
+
 def test_chains_that_are_made_together_are_those_made_one_by_one() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -276,7 +291,8 @@ def test_chains_that_are_made_together_are_those_made_one_by_one() -> None:
                 pages = [b"%d-%d" % (stem if i < 3 else 10 + int(rng.integers(5)), i) for i in range(8)]
                 chain = [b"/".join(pages[: i + 1]) for i in range(8)]
                 runs.append((chain, first, first + int(rng.integers(1, 5))))
-            slots = together.reach_all(runs, 7)
+            first, end = np.array([run[1:] for run in runs]).T
+            slots = together.reach_all([chain for chain, _, _ in runs], first, end, 7)
             assert slots.tolist() == [
                 single.reach(chain, column, 7) for chain, start, end in runs for column in range(start + 1, end + 1)
             ]

@@ -182,8 +182,8 @@ def test_a_step_takes_the_next_graph_that_has_room(monkeypatch: pytest.MonkeyPat
         plan: Any = SimpleNamespace(tokens=np.zeros(sum(counts), np.int32), states=plan_of(counts))
         return runner._graph_of(plan)
 
-    assert graph_of([31, 1]) == 40
-    assert graph_of([32, 8]) == 48, "a token is padding's"
+    assert graph_of([30, 1]) == 32
+    assert graph_of([31, 1]) == 64, "a token is padding's"
     assert graph_of([2] * 16) == 64
     assert graph_of([2] * 17) is None
     assert graph_of([7] * 17) == 128

@@ -18,6 +18,7 @@ from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.graphs import Inputs, lane_counts, token_counts
 from isthmus.engine.packing import Layout, Packer
 from isthmus.engine.step import BlockWrites, Step
+from isthmus.kernels import plan as planning
 from isthmus.kernels.reference import Scoring
 from isthmus.memory import Delta, Pool
 from isthmus.model.compile import prepare
@@ -74,6 +75,32 @@ def test_one_forward_over_fixed_places_gives_transformers_tokens(
     expected = [reference(model, prompt, 12) for prompt in prompts]
     engine = served(monkeypatch, model)
     assert complete(engine, prompts, SamplingParams(max_tokens=12, **ENDLESS), compact=compact) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are captured here")
+def test_chunks_behind_long_pasts_give_transformers_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles are cut into parts, in steps of every size, a full layer's and a window's, with decodes beside."""
+    for name, value in {"SHORTEST": 32, "TILE_PART": 0, "TILE_MERGE": 0}.items():
+        monkeypatch.setattr(planning, name, value)
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 90}
+    model = tiny("gemma3_text", **GEMMA | layers)
+    prompts = random_prompts(5, 103)
+    expected = [reference(model, prompt, 6) for prompt in prompts]
+    engine = served(monkeypatch, model)
+    of = DevicePlan.of
+    cut: set[tuple[str, bool]] = set()
+
+    def planned(step: Step, *args: Any) -> DevicePlan:
+        made = of(step, *args)
+        for name, group in made.groups.items():
+            if group.tiles is not None and group.tiles.slots:
+                cut.add((name, len(group.decodes.items) > 0))
+        return made
+
+    monkeypatch.setattr(DevicePlan, "of", planned)
+    assert complete(engine, prompts, SamplingParams(max_tokens=6, **ENDLESS), compact=True) == expected
+    assert {name for name, _ in cut} == set(engine.pool.groups)
+    assert {beside for _, beside in cut} == {True}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are captured here")

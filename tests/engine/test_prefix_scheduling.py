@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from isthmus.engine.config import SchedulerConfig
-from isthmus.engine.scheduler import Event, Scheduler
+from isthmus.engine.flight import Event
+from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request, Status
 from isthmus.engine.step import Step
 from isthmus.memory import Group, Pool, opaque_spec

@@ -11,7 +11,7 @@ from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.room import Room
 from isthmus.engine.scheduler import TOGETHER, Scheduler
 from isthmus.engine.sequence import Request, Sequence
-from isthmus.memory import Pool
+from isthmus.memory import Pool, Refusal
 from isthmus.params import SamplingParams
 from tests.engine.test_scheduler import SHAPES, groups
 
@@ -128,6 +128,16 @@ def test_limits_that_nobody_reaches_do_not_keep_others_out() -> None:
     long = ask(scheduler, *LONG)
     step(scheduler)
     assert long.row >= 0, "three that end after six tokens or so will not grow for twenty steps"
+
+
+def test_a_refusal_says_how_many_pages_are_over_the_cap() -> None:
+    scheduler = tight("cap")
+    ask(scheduler, 16, 40)
+    step(scheduler)  # it has 4 pages
+    refusal = scheduler._room.plan({"append0": PAGES - 2, "window1": 0})
+    assert isinstance(refusal, Refusal)
+    assert "102 pages of tokens would be cached, 2 more than --max-total-tokens allows" in refusal.message
+    assert scheduler._room.plan({"append0": PAGES - 4, "window1": 0})
 
 
 @pytest.mark.parametrize("shape", SHAPES)

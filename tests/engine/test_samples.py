@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from isthmus.engine import samples
 from isthmus.engine.sampler import is_edited, is_greedy
+from isthmus.engine.samples import indices_of
 from isthmus.engine.step import Sampled, SampleRow
 from tests.engine.test_scheduler import World
 
@@ -72,3 +75,18 @@ def test_samples_tell_of_the_time_of_the_plan() -> None:
     assert (next_sample.row, next_sample.index, next_sample.position) == (0, 0, 6)
     assert step.samples[0] is sample
     assert world.requests[0].sequences[0].output == [7, 8]
+
+
+def test_indices_are_those_of_the_samples_and_spell_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("full", 4, room_for=4, length=60)
+    for prompt in (5, 7, 30):  # the last one has a chunk, and no sample, in the first step
+        world.add(prompt, 3)
+    steps = [world.step(), world.step()]
+    for step in steps:
+        assert indices_of(step.samples).tolist() == [sample.index for sample in step.samples]
+        assert np.array_equal(indices_of(list(step.samples)), indices_of(step.samples))
+        assert indices_of(list(step.samples)).dtype == indices_of(step.samples).dtype == np.int32
+    monkeypatch.setattr(samples, "_sample_row", None)
+    fresh = world.scheduler.schedule()
+    assert fresh is not None
+    assert len(indices_of(fresh.samples)) == len(fresh.samples) == 3

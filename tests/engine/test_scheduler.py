@@ -11,8 +11,9 @@ import pytest
 
 from isthmus.engine import capacity
 from isthmus.engine.config import SchedulerConfig
+from isthmus.engine.flight import Event
 from isthmus.engine.samples import looks_back
-from isthmus.engine.scheduler import Event, Scheduler
+from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request, Sequence, Status, sequence_seed
 from isthmus.engine.step import Executor, Launched, Step
 from isthmus.memory import Group, Pool, opaque_spec

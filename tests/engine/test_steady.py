@@ -116,6 +116,28 @@ def test_tokens_that_nobody_asks_for_in_between_are_all_there() -> None:
     world.assert_empty()
 
 
+def test_recent_tokens_of_a_row_are_those_of_its_sequence_round_and_round() -> None:
+    """Whether they were gathered or not; what came before the row had its owner is not there."""
+    world = World("full", 4, 6, 900)
+    request = world.add(5, 700)
+    (sequence,), at = request.sequences, world.scheduler.running.at
+    world.step()
+    for i in range(600):
+        world.step()
+        if i < 4 or i % 97:
+            continue
+        rows, known = np.array([sequence.row]), sequence.known
+        first = next(start for start in range(known) if at.has_recent(rows, np.array([start]))[0])
+        assert first == max(5, known - 256)
+        for start in {first, max(first, known - 4), (first + max(first, known - 4)) // 2}:
+            assert at.recent(rows, np.array([start]), 4).tolist() == [sequence.tokens(start, start + 4)]
+    world.scheduler.preempt(sequence)
+    known = sequence.known
+    world.finish()
+    world.assert_answers()
+    assert known > 600
+
+
 def test_a_token_taken_in_while_preempted_follows_the_others() -> None:
     world = World("full", 4, 6, 60, overlap=True)
     request = world.add(5, 30)

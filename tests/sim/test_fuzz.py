@@ -18,6 +18,7 @@ from isthmus import cli
 from isthmus.cache.kind import CacheKind
 from isthmus.cache.names import Namer
 from isthmus.cache.prefix import PrefixCache
+from isthmus.engine.admission import Admission
 from isthmus.engine.placement import Placement
 from isthmus.engine.scheduler import Scheduler
 from isthmus.memory import Copies, Group, Moves, Op, opaque_spec
@@ -127,16 +128,16 @@ def keeps_the_state_of_what_is_aborted(patch: pytest.MonkeyPatch) -> None:
 
 
 def computes_more_than_the_budget(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler._admit
+    right = Admission.admit
 
-    def wrong(self: Scheduler, chunks: Any, budget: int) -> Any:
+    def wrong(self: Admission, chunks: Any, budget: int) -> Any:
         return right(self, chunks, budget + 1)
 
-    patch.setattr(Scheduler, "_admit", wrong)
+    patch.setattr(Admission, "admit", wrong)
 
 
 def admits_what_the_cap_forbids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("isthmus.engine.room.Room._price", lambda self, demand, release={}: self._pool.plan(demand, release))
+    patch.setattr("isthmus.engine.room.Room._over_cap", lambda *_: 0)
 
 
 class _Lax:
@@ -199,13 +200,13 @@ def forgets_a_token_when_it_preempts(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_starts_what_was_preempted(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler._admit_oldest
+    right = Admission.oldest
 
-    def wrong(self: Scheduler) -> None:
-        if self.waiting and self.waiting[0].status.value != "preempted":
+    def wrong(self: Admission) -> None:
+        if self.waiting[0].status.value != "preempted":
             right(self)
 
-    patch.setattr(Scheduler, "_admit_oldest", wrong)
+    patch.setattr(Admission, "oldest", wrong)
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {

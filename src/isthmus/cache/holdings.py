@@ -18,6 +18,7 @@ from isthmus.memory import Pool
 
 Ids = NDArray[np.integer]
 Bool = NDArray[np.bool_]
+_ONE = np.int32(1)  # of the locks' own type, which NumPy adds at once
 
 
 class Holdings:
@@ -30,6 +31,7 @@ class Holdings:
         self.slot_of = {name: np.zeros(ids.capacity + 1, np.int32) for name, ids in pool.spaces.items()}
         self.locks = {name: np.zeros(len(pool.table(name)), np.int32) for name in roles.locks}
         self.idle = dict.fromkeys(pool.groups, 0)
+        self._mark = {name: np.empty(ids.capacity + 1, np.int32) for name, ids in pool.spaces.items()}  # scratch
 
     def space(self, group: str) -> str:
         """The id space of a group."""
@@ -54,13 +56,18 @@ class Holdings:
         found: Bool = (self.slot_of[self.space(group)][ids] > 0) & (self.locks[lock][ids] == 0)
         return found
 
-    def adopt(self, space: str, ids: Ids, slots: Slots) -> None:
-        """Private ids become the cache's, as what these nodes hold; nobody has locked them yet."""
-        assert not self.slot_of[space][ids].any(), f"an id of {space!r} is the cache's already"
+    def adopt(self, space: str, ids: Ids, slots: Slots, *, locked: bool = False) -> None:
+        """Private ids become the cache's, as what these nodes hold. `locked`: a sequence uses each of them, in every
+        group; else nobody does."""
+        assert not np.count_nonzero(self.slot_of[space][ids]), f"an id of {space!r} is the cache's already"
         (self.nodes.page if space == "tokens" else self.nodes.snapshot)[slots] = ids
         self.slot_of[space][ids] = slots
         for lock in self.roles.locks:
-            if self.space(lock) == space:
+            if self.space(lock) != space:
+                continue
+            if locked:
+                self.locks[lock][ids] = 1
+            else:
                 self._tally(lock, ids, 1)
 
     def disown(self, space: str, slots: Slots) -> Slots:
@@ -84,21 +91,22 @@ class Holdings:
 
     def newly(self, lock: str, ids: Ids) -> dict[str, int]:
         """Pages per group that these ids hold and nobody has locked; an id may stand here for several sequences."""
-        free = np.unique(ids[self.locks[lock][ids] == 0])
+        free = self._distinct(lock, ids[self.locks[lock][ids] == 0])
         return {name: self._count(name, free) for name in self.roles.counted(lock)}
 
     def lock(self, name: str, ids: Ids) -> None:
         """One more sequence uses each of these; an id may stand here for several sequences."""
         locks = self.locks[name]
-        self._tally(name, np.unique(ids[locks[ids] == 0]), -1)
-        np.add.at(locks, ids, 1)
+        self._tally(name, self._distinct(name, ids[locks[ids] == 0]), -1)
+        np.add.at(locks, ids, _ONE)
 
     def unlock(self, name: str, ids: Ids) -> None:
         """One sequence less uses each of these."""
         locks = self.locks[name]
-        np.subtract.at(locks, ids, 1)
-        assert (locks[ids] >= 0).all(), f"a page of {name!r} was unlocked more often than locked"
-        self._tally(name, np.unique(ids[locks[ids] == 0]), 1)
+        np.subtract.at(locks, ids, _ONE)
+        left = locks[ids]
+        assert not np.count_nonzero(left < 0), f"a page of {name!r} was unlocked more often than locked"
+        self._tally(name, self._distinct(name, ids[left == 0]), 1)
 
     def bury(self) -> Slots:
         """Forget ids that died in other hands, which is always a fault, and count anew. Returns their nodes."""
@@ -158,8 +166,15 @@ class Holdings:
                 idle[group] = int(self.pool.is_bound(group, owned[counts[owned] == 0]).sum())
         return idle
 
+    def _distinct(self, lock: str, ids: Ids) -> Ids:
+        """Each id once, in no order that matters. (NumPy would sort, or hash.)"""
+        mark, order = self._mark[self.space(lock)], np.arange(len(ids), dtype=np.int32)
+        mark[ids] = order
+        distinct: Ids = ids[mark[ids] == order]
+        return distinct
+
     def _tally(self, lock: str, ids: Ids, sign: int) -> None:
-        for group in self.roles.counted(lock):
+        for group in self.roles.counted(lock) if len(ids) else ():
             self.idle[group] += sign * self._count(group, ids)
 
     def _count(self, group: str, ids: Ids) -> int:

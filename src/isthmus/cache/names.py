@@ -23,7 +23,8 @@ class Namer:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
+        self.keyed = blake2b(key=token_bytes(blake2b.MAX_KEY_SIZE), digest_size=_NAME_BYTES)
+        self.keyed.update(b"\0")  # so that the key's block is behind us, and no name takes it in again
 
     def root(self, salt: str | None) -> bytes:
         """What the first page of a chain follows: the same for the same salt alone."""
@@ -31,16 +32,16 @@ class Namer:
 
     def name(self, content: bytes) -> bytes:
         """The keyed hash of these bytes."""
-        state = self._keyed.copy()
+        state = self.keyed.copy()
         state.update(content)
         return state.digest()
 
-    def chain(self, last: bytes, pages: Sequence[bytes]) -> list[bytes]:
+    def chain(self, last: bytes, content: bytes, page_bytes: int) -> list[bytes]:
         """The names of pages with this content, the first of which follows the one with the name `last`."""
-        copy, names = self._keyed.copy, list[bytes]()
-        for page in pages:  # thousands at a time: as few calls for each as there can be
+        copy, names = self.keyed.copy, list[bytes]()
+        for start in range(0, len(content), page_bytes):  # thousands: as few calls for each as there can be
             state = copy()
-            state.update(last + page)
+            state.update(last + content[start : start + page_bytes])
             last = state.digest()
             names.append(last)
         return names
@@ -52,7 +53,7 @@ class Names:
     def __init__(self, namer: Namer, salt: str | None) -> None:
         self.pages: list[bytes] = []
         self._namer = namer
-        self._last = namer.root(salt)
+        self._root = namer.root(salt)
 
     @property
     def tokens(self) -> int:
@@ -63,8 +64,16 @@ class Names:
         """Name the full pages among the tokens that follow those named so far; a remainder is left for later."""
         size = self._namer.page_size
         whole = np.asarray(tokens[: len(tokens) - len(tokens) % size], np.int32)
-        content, step = whole.tobytes(), size * whole.itemsize
-        pages = [content[start : start + step] for start in range(0, len(content), step)]
-        self.pages += self._namer.chain(self._last, pages)
-        if pages:
-            self._last = self.pages[-1]
+        last = self.pages[-1] if self.pages else self._root
+        self.pages += self._namer.chain(last, whole.tobytes(), size * whole.itemsize)
+
+
+def extend_each(chains: Sequence[Names], tokens: NDArray[np.int32]) -> None:
+    """The same for many of one cache at once: chain i is named one full page more, the tokens `[i, page_size]`."""
+    content, step, start = tokens.tobytes(), tokens.shape[1] * tokens.itemsize, 0
+    for names in chains:  # hundreds at a time
+        pages = names.pages
+        state = names._namer.keyed.copy()
+        state.update((pages[-1] if pages else names._root) + content[start : start + step])
+        pages.append(state.digest())
+        start += step

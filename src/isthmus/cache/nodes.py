@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 Slots = NDArray[np.int64]
 _NEVER = np.iinfo(np.int64).max
+_ROOT = b""  # what slot 0 is called; no node is
 
 
 class Nodes:
@@ -34,7 +35,7 @@ class Nodes:
         self.last = np.zeros(64, np.int64)  # clock of the last use; of a free slot: never
         self.restore = np.zeros(64, np.bool_)  # a boundary that somebody may come back to
         self._slot: dict[bytes, int] = {}
-        self._name: list[bytes] = [b""] * 64
+        self._name: list[bytes] = [_ROOT] * 64
         self._free: list[int] = []
         self._hidden = 0  # nodes that were hidden since the start
 
@@ -43,7 +44,7 @@ class Nodes:
 
     def find(self, names: Sequence[bytes]) -> Slots:
         """The slots of the longest known run at the start of a chain."""
-        slots = np.fromiter(map(self._slot.get, names, repeat(0)), np.int64, len(names))
+        slots = self._find(names)
         unknown = slots == 0
         return slots[: unknown.argmax()] if unknown.any() else slots
 
@@ -61,44 +62,50 @@ class Nodes:
             slot = self._add(names[column], slot, column + 1, clock)
         return slot
 
-    def reach_all(self, runs: Sequence[tuple[Sequence[bytes], int, int]], clock: int) -> Slots:
-        """The slots of `names[first:end]` of each run `(names, first, end)`, made with whatever ancestors are missing.
+    def reach_all(self, chains: Sequence[Sequence[bytes]], first: Slots, end: Slots, clock: int) -> Slots:
+        """The slots of `chains[i][first[i]:end[i]]`, at least one of each, made with whatever ancestors are missing.
 
         The same as `reach` of one after the other.
         """
-        names = [name for chain, first, end in runs for name in chain[first:end]]
-        slots = np.fromiter(map(self._slot.get, names, repeat(0)), np.int64, len(names))
-        new = np.flatnonzero(slots == 0)
+        runs = list(zip(chains, first.tolist(), end.tolist(), strict=True))
+        names = [name for chain, start, stop in runs for name in chain[start:stop]]
+        slots = self._find(names)
+        new = (slots == 0).nonzero()[0]
         fresh = names if len(new) == len(names) else [names[i] for i in new.tolist()]
-        above = [self._slot.get(chain[first - 1], 0) if first else 0 for chain, first, _ in runs]
-        orphans = any(first and not slot for slot, (_, first, _) in zip(above, runs, strict=True))
+        above = self._find([chain[start - 1] if start else _ROOT for chain, start, _ in runs])
+        orphans = np.count_nonzero((first > 0) & (above == 0))
         if orphans or len(set(fresh)) < len(fresh):  # of equals the second finds the first
-            columns = ((chain, column) for chain, first, end in runs for column in range(first + 1, end + 1))
+            columns = ((chain, column) for chain, start, stop in runs for column in range(start + 1, stop + 1))
             return np.array([self.reach(chain, column, clock) for chain, column in columns], np.int64)
         if len(new):
             slots[new] = self._take(len(new))
-            first, end = np.array([run[1:] for run in runs]).T
-            start = np.cumsum(end - first) - (end - first)
-            depth = np.arange(len(slots)) + np.repeat(first - start, end - first) + 1
-            parent = np.concatenate(([0], slots[:-1]))
-            parent[start] = above
+            if len(slots) == len(runs):
+                parent, depth = above, end
+            else:
+                counts = end - first
+                start = np.cumsum(counts) - counts
+                depth = np.arange(len(slots)) + np.repeat(first - start, counts) + 1
+                parent = np.concatenate(([0], slots[:-1]))
+                parent[start] = above
             self._put(fresh, slots[new], parent[new], depth[new], clock)
         return slots
 
     def remove(self, slots: Slots) -> None:
         """Forget distinct nodes that hold nothing: with no children but one another, under parents that hold something.
         Where ids have died in other hands, which is a fault, neither need be so: then as far as `prune` goes."""
-        parents = self.parent[slots]
+        parents, stays = self.parent[slots], np.ones(self.top, np.bool_)
+        stays[slots] = False
         np.subtract.at(self.children, parents, 1)
-        marks = (parents > 0) & (self.page[parents] == 0) & ~np.isin(parents, slots)
-        if self.children[slots].any() or marks.any():
+        marks = (parents > 0) & (self.page[parents] == 0) & stays[parents]
+        if np.count_nonzero(self.children[slots]) or np.count_nonzero(marks):
             np.add.at(self.children, parents, 1)
             for slot in slots.tolist():
                 self.prune(slot)
             return
-        for slot in slots.tolist():
-            del self._slot[self._name[slot]]
-            self._free.append(slot)
+        gone = slots.tolist()
+        for name in map(self._name.__getitem__, gone):
+            del self._slot[name]
+        self._free += gone
         self.parent[slots] = self.depth[slots] = 0
         self.restore[slots] = False
         self.last[slots] = _NEVER
@@ -141,6 +148,10 @@ class Nodes:
         holds = (self.page[live] > 0) | (self.snapshot[live] > 0) | (self.children[live] > 0)
         assert holds.all(), "prefix cache: a node without children holds nothing"
 
+    def _find(self, names: Sequence[bytes]) -> Slots:
+        """The slot of each, 0 if there is none."""
+        return np.fromiter(map(self._slot.get, names, repeat(0)), np.int64, len(names))
+
     def _add(self, name: bytes, parent: int, depth: int, clock: int) -> int:
         if self._free:
             slot = self._free.pop()
@@ -169,8 +180,9 @@ class Nodes:
 
     def _put(self, names: Sequence[bytes], slots: Slots, parent: Slots, depth: Slots, clock: int) -> None:
         """New nodes, parents that are new too before their children."""
-        for name, slot in zip(names, slots.tolist(), strict=True):
-            self._slot[name] = slot
+        places = slots.tolist()
+        self._slot.update(zip(names, places, strict=True))
+        for name, slot in zip(names, places, strict=True):
             self._name[slot] = name
         self.parent[slots], self.depth[slots], self.last[slots] = parent, depth, clock
         np.add.at(self.children, parent, 1)
@@ -179,4 +191,4 @@ class Nodes:
         more = size - len(self.parent)
         for column in ("parent", "depth", "children", "page", "snapshot", "last", "restore"):
             setattr(self, column, np.pad(getattr(self, column), (0, more)))
-        self._name += [b""] * more
+        self._name += [_ROOT] * more

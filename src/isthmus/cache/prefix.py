@@ -36,9 +36,6 @@ from isthmus.memory import Pool
 Price: TypeAlias = Callable[[Mapping[str, int], Mapping[str, int]], object]
 """`Pool.could`, or what its owner asks instead: is the demand met (truthy) if these pages were released first?"""
 
-Run: TypeAlias = tuple[Names, int, int]
-"""Columns [first, end) of the sequence with these names."""
-
 
 @dataclass(frozen=True)
 class Match:
@@ -195,41 +192,47 @@ class PrefixCache:
         if match.snapshot:
             self.unlock(self.roles.states[0], np.array([match.snapshot]))
 
-    def insert(self, runs: Sequence[Run], ids: Ids) -> NDArray[np.int32]:
+    def insert(self, chains: Sequence[Names], first: Slots, end: Slots, ids: Ids) -> NDArray[np.int32]:
         """Full pages that sequences have computed become nodes, locked by their sequences in every group.
 
         Args:
-            runs: columns of sequences, that no window has passed yet and whose earlier columns were inserted before.
-            ids: the sequences' own ids of those columns, run by run; 0 where they have no page in any group.
+            chains: of the sequences.
+            first, end: their columns [first[i], end[i]), that no window has passed yet and whose earlier columns were
+                inserted before.
+            ids: the sequences' own ids of those columns, one sequence after the other; 0 where they have no page in
+                any group.
 
         Returns the ids the block tables must hold instead. Where they differ, the page was there already: the
         sequence now uses that one, which has got the window pages that it lacked, and the own id is released.
         """
-        assert len(ids) == sum(end - first for _, first, end in runs), "as many ids as columns"
+        assert len(ids) == np.add.reduce(end - first), "as many ids as columns"
         own = np.asarray(ids, np.int64)
         result = own.astype(np.int32)
-        held = own > 0
-        if held.all():
-            chains = [(names.pages, first, end) for names, first, end in runs if first < end]
-        else:
-            places = ((names.pages, column) for names, first, end in runs for column in range(first, end))
-            chains = [(*place, place[1] + 1) for place, here in zip(places, held.tolist(), strict=True) if here]
-            own = own[held]
+        pages, held = [names.pages for names in chains], own > 0
+        gaps = np.count_nonzero(held) < len(held)
+        if gaps or np.count_nonzero(end == first):  # every column by itself
+            which = np.repeat(np.arange(len(pages)), end - first)
+            column = np.arange(len(which)) + (first - np.cumsum(end - first) + end - first)[which]
+            own, which, first = own[held], which[held], column[held]
+            pages, end = [pages[i] for i in which.tolist()], first + 1
         if not len(own):
             return result
         self._changes += not self.roles.chained  # a mark may get a page
-        slots = self._nodes.reach_all(chains, self._clock + 1)
-        new = np.flatnonzero(self._nodes.page[slots] == 0)
-        new = np.sort(new[np.unique(slots[new], return_index=True)[1]])  # the first, where two sequences bring the same
-        self._holdings.adopt("tokens", own[new], slots[new])
+        slots = self._nodes.reach_all(pages, first, end, self._clock + 1)
+        new = (self._nodes.page[slots] == 0).nonzero()[0]
+        if len(set(slots[new].tolist())) < len(new):
+            new = np.sort(new[np.unique(slots[new], return_index=True)[1]])  # the first of two that bring the same
+        self._holdings.adopt("tokens", own[new], slots[new], locked=True)
         used = self._nodes.page[slots]
-        for name in self.roles.locks:
-            if name not in self.roles.states:
-                self._holdings.lock(name, used)
+        if len(new) < len(slots):
+            known = np.ones(len(slots), np.bool_)
+            known[new] = False
+            for name in self.roles.token_locks:
+                self._holdings.lock(name, used[known])
         self._touch(slots)
         self._touched -= len(new)  # no ranking has what is new and locked
         again = used != own
-        if again.any():
+        if np.count_nonzero(again):
             self._deduplicate(own[again], used[again])
             result[result > 0] = used
         return result
@@ -259,12 +262,14 @@ class PrefixCache:
         are the caller's to unbind or release. Ids are of one or many sequences and not 0.
         """
         slots = self._holdings.slot_of[self._holdings.space(lock)][ids].astype(np.int64)
-        shared = slots > 0
-        if shared.any():
-            self._holdings.unlock(lock, ids[shared])
+        private: Bool = slots == 0
+        shared = ids
+        if np.count_nonzero(private):
+            shared, slots = ids[~private], slots[~private]
+        if len(shared):
+            self._holdings.unlock(lock, shared)
             if lock in self.roles.covering:
-                self._touch(slots[shared])
-        private: Bool = ~shared
+                self._touch(slots)
         return private
 
     # -- giving back ----------------------------------------------------------------------------------------

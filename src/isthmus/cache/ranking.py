@@ -31,7 +31,7 @@ class Batch:
             takers = takers & good & holdings.bound(name, slots)
             if name in roles.states:
                 takers &= holdings.unused(roles.states[0], slots)
-            self._frees[name] = _first(slots, takers)
+            self._frees[name] = _first(slots, takers, holdings.nodes.top)
         self._total = {name: np.cumsum(frees) for name, frees in self._frees.items()}
 
     def __len__(self) -> int:
@@ -90,9 +90,11 @@ class Ranking:
         self._next += n
 
 
-def _first(slots: Slots, takers: Bool) -> Bool:
-    """Of the rows that take something of a node, the first one for each node."""
-    rows = np.flatnonzero(takers)
+def _first(slots: Slots, takers: Bool, top: int) -> Bool:
+    """Of the rows that take something of a node, the first one for each node; nodes are below `top`."""
+    rows = takers.nonzero()[0][::-1]
+    nodes, row = slots[rows], np.zeros(top, np.int64)
+    row[nodes] = rows  # of equals the last stays, which is the first here
     first = np.zeros(len(slots), np.bool_)
-    first[rows[np.unique(slots[rows], return_index=True)[1]]] = True
+    first[rows] = row[nodes] == rows
     return first

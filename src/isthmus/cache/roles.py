@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from isthmus.cache import kind_of
 from isthmus.cache.kind import CacheKind
@@ -46,19 +47,26 @@ class Roles:
             {name: group.spec.page_bytes for name, group in pool.groups.items()},
         )
 
-    @property
+    @cached_property
     def chained(self) -> bool:
         """Is a page of no use without all pages before it? Then ids die from the leaves up."""
         return bool(self.covering) and self.covering[0] not in self.spans
 
-    @property
+    @cached_property
     def locks(self) -> tuple[str, ...]:
         """The groups under whose names locks are counted."""
         return (*self.covering[:1], *self.windows, *self.states[:1])
 
+    @cached_property
+    def token_locks(self) -> tuple[str, ...]:
+        """Those on pages of tokens."""
+        return (*self.covering[:1], *self.windows)
+
+    @cached_property
+    def _counted(self) -> Mapping[str, tuple[str, ...]]:
+        together = {name: names for names in (self.covering, self.states) for name in names}
+        return {lock: together.get(lock, (lock,)) for lock in (*self.covering, *self.windows, *self.states)}
+
     def counted(self, lock: str) -> tuple[str, ...]:
         """The groups whose pages a lock of this name holds."""
-        for together in (self.covering, self.states):
-            if lock in together:
-                return together
-        return (lock,)
+        return self._counted[lock]

@@ -33,8 +33,8 @@ class Window(TokenKind):
 
     def dead(self, length: Columns) -> Columns:
         if self.keep_boundary:
-            length = np.maximum(length - 1, 0) // self.page_size * self.page_size
-        return np.maximum(length - self.window + 1, 0) // self.page_size
+            length = (length - 1) // self.page_size * self.page_size
+        return np.maximum(length - (self.window - 1), 0) // self.page_size
 
     def extend(self, past: Columns, new: Columns) -> tuple[Columns, Columns]:
         have, high = self.columns(past), self.columns(past + new)

@@ -40,9 +40,9 @@ class BlockTables:
         """Set entries at the ends of rows; ascending columns per row."""
         if not len(rows):
             return
-        self._widen(int(columns.max()) + 1)
+        self._widen(int(np.maximum.reduce(columns)) + 1)
         self._set(rows, columns, ids)
-        np.maximum.at(self.columns, rows, columns + 1)
+        self.columns[rows] = columns + 1  # of a row that stands here twice, the last
 
     def replace(self, rows: Int64, columns: Int64, ids: NDArray[np.int32]) -> None:
         """Other ids now name the same tokens."""
@@ -81,6 +81,9 @@ class BlockTables:
 def ragged(start: Int64, end: Int64) -> tuple[Int64, Int64]:
     """All places of the intervals [start[s], end[s]): `(which interval, place)`, interval by interval."""
     counts = np.maximum(end - start, 0)
+    if len(counts) and np.maximum.reduce(counts) == 1:  # what decodes gain and lose
+        which = counts.nonzero()[0]
+        return which, start[which]
     which = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     return which, np.arange(len(which)) - first[which] + start[which]

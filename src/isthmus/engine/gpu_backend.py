@@ -31,7 +31,6 @@ from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
 _GRAPH_BYTES = 8 << 20  # that the driver keeps of one graph, with room to spare
-_FLAT = 128  # tokens: up to about so many a step takes as long as its weights are read, so padding costs little
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,13 @@ class GpuBackend:
 
     def _sizes(self) -> dict[bool, tuple[int, ...]]:
         """Of graphs: for decodes alone, and for other steps, but not where those have states of which chunks take
-        operations in numbers that depend on their lengths. Capturing takes time: small ones are an octave apart."""
+        operations in numbers that depend on their lengths."""
         scheduler = self._config.scheduler
         sizes = {True: lane_counts(scheduler.max_num_seqs)}
         if self._chunks_in_graphs:
             most = scheduler.max_num_batched_tokens
-            *smaller, largest = token_counts(most)
-            sizes[False] = (*(n for n in smaller if n >= _FLAT or n.bit_count() == 1), largest)
-            if self._has_states and largest == most:
+            sizes[False] = token_counts(most)
+            if self._has_states and sizes[False][-1] == most:
                 sizes[False] += (most + ALIGN,)  # with states a token is padding's, see `ChunkPlaces`
         return sizes
 

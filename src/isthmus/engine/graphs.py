@@ -21,6 +21,7 @@ from isthmus.model.device_attention import GroupStep
 from isthmus.model.device_states import StateInputs
 
 T = TypeVar("T")
+_FLAT = 128  # tokens: up to about so many a step takes as long as its weights are read, so padding costs little
 
 
 def lane_counts(most: int) -> tuple[int, ...]:
@@ -33,13 +34,15 @@ def lane_counts(most: int) -> tuple[int, ...]:
 
 
 def token_counts(most: int) -> tuple[int, ...]:
-    """Sizes for steps with prefill chunks: 8, 16, then four an octave, so that padding is at most a fifth."""
+    """Sizes for steps with prefill chunks, the last as little above `most` as the others are apart: four an octave, so
+    that padding is at most a fifth. Capturing takes time: small ones are an octave apart."""
     sizes, step = [8, 16], 8
     while sizes[-1] < most:
         if sizes[-1] >= 8 * step:
             step *= 2
         sizes.append(sizes[-1] + step)
-    return tuple(sizes)
+    *smaller, largest = sizes
+    return (*(n for n in smaller if n >= _FLAT or n.bit_count() == 1), largest)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class Placement:
             name: kind_of(group, keep_boundary=cache is not None) for name, group in pool.groups.items()
         }
         self._tokens = [name for name, kind in self._kinds.items() if kind.space == "tokens"]
-        self._cover = pool.covering["tokens"][0] if self._tokens else ""  # binds every live id
+        covering = pool.covering.get("tokens", ())
+        self._cover = covering[0] if covering else ""  # binds every live id
+        self._some = [name for name in self._tokens if name not in covering]  # those that do not
         windows = [name for name in self._tokens if pool.groups[name].kind == "window"]
         # A window that covers the ids comes last: its ids die, where others only unbind.
         windows.sort(key=lambda name: name == self._cover)
@@ -67,6 +69,8 @@ class Placement:
         self._taken = {name: np.zeros(num_rows, np.int64) for name in pool.groups}  # fresh pages since the row started
         self._to_save: dict[bytes, tuple[int, int, Names]] = {}  # name of a boundary -> a row that is there
         self._restore: dict[int, int] = {}  # row -> locked snapshot that its state page is to be copied from
+        none = np.zeros(0, np.int64)
+        self._nothing = Growth(none, (none, none), {}, dict.fromkeys(self._kinds, 0))
 
     @property
     def idle(self) -> Mapping[str, int]:
@@ -87,14 +91,14 @@ class Placement:
             gains = end > self.blocks.columns[rows] * self._kinds[self._cover].page_size
         if "states" in self._pool.covering:
             gains |= (new > 0) & (self._states[rows] == 0)
-        which = np.flatnonzero(gains)
+        which = gains.nonzero()[0]
         if not len(which):
-            return Growth(which, (which, which), {}, dict.fromkeys(self._kinds, 0))
+            return self._nothing
         rows, past, end = rows[which], past[which], end[which]
         held = self.held(rows, past)
         bound = self._bound(held, end)
         columns = (held.columns, bound[self._cover][1]) if self._tokens else (which[:0], which[:0])
-        demand = {name: int((high - low).sum()) for name, (low, high) in bound.items()}
+        demand = {name: int(np.add.reduce(high - low)) for name, (low, high) in bound.items()}
         return Growth(rows, columns, bound, demand)
 
     def held(self, rows: Int64, past: Int64, hits: Sequence[int] = ()) -> Held:
@@ -106,10 +110,10 @@ class Placement:
         hit, size = np.array(hits, np.int64), 0 if self.cache is None else self.cache.roles.page_size
         table = hit if self._tokens else np.zeros_like(hit)
         return Held(
-            np.append(past, hit * size),
-            np.append(columns, table),
-            np.append(found, hit),
-            np.append(begun, np.zeros(len(hit), np.bool_)),
+            np.concatenate((past, hit * size)),
+            np.concatenate((columns, table)),
+            np.concatenate((found, hit)),
+            np.concatenate((begun, np.zeros(len(hit), np.bool_))),
         )
 
     def gains(self, held: Held, end: Int64) -> dict[str, Int64]:
@@ -148,11 +152,10 @@ class Placement:
                 self._taken[name][rows] += high - low
             if self._tokens:
                 which, columns = ragged(*growth.columns)
-                need = {name: columns >= bound[name][0][which] for name in self._tokens}
                 ids = np.zeros(len(columns), np.int32)
-                ids[need[self._cover]] = plan.ids["tokens"]
+                ids[columns >= bound[self._cover][0][which]] = plan.ids["tokens"]
                 self.blocks.append(rows[which], columns, ids)
-                binds = {name: ids[mask] for name, mask in need.items()}
+                binds = {name: ids[columns >= bound[name][0][which]] for name in self._some}
             if "states" in plan.ids:
                 self._states[rows[self._states[rows] == 0]] = plan.ids["states"]
         self._pool.commit(plan, binds)
@@ -164,16 +167,16 @@ class Placement:
         for name, passed in self._passed.items():
             # A restored row starts at its hit, which may lie above what a row that came here itself would keep.
             before, dead = passed[rows], np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows])
-            some = np.flatnonzero(dead > before)
+            some = (dead > before).nonzero()[0]
             if not len(some):
                 continue
-            which, columns = ragged(before[some], dead[some])
-            which = some[which]
-            passed[rows[some]] = dead[some]
-            ids = self.blocks.ids(rows[which], columns)
+            ones, dead = rows[some], dead[some]
+            which, columns = ragged(before[some], dead)
+            passed[ones] = dead
+            ids = self.blocks.ids(ones[which], columns)
             ids = self._unlock(name, ids[ids > 0])
             if name == self._cover:
-                self.blocks.clear(rows[which], columns)
+                self.blocks.clear(ones[which], columns)
                 self._pool.release("tokens", ids)
             elif len(ids):
                 # Of a chunk longer than the window only the tail ever had pages.
@@ -225,11 +228,11 @@ class Placement:
         if not len(which):
             return
         own = self.blocks.ids(rows[which], columns) if self._tokens else np.zeros(len(which), np.int32)
-        ids = self.cache.insert(list(zip(names, known.tolist(), full.tolist(), strict=True)), own)
-        changed = np.flatnonzero(ids != own)
+        ids = self.cache.insert(names, known, full, own)
+        changed = (ids != own).nonzero()[0]
         if len(changed):
             self.blocks.replace(rows[which[changed]], columns[changed], ids[changed])
-        np.maximum.at(self._found, rows[which[changed]], columns[changed] + 1)
+            np.maximum.at(self._found, rows[which[changed]], columns[changed] + 1)
         self._known[rows] = full
 
     def keep(self, row: int, past: int, names: Names) -> None:
@@ -299,7 +302,7 @@ class Placement:
 
     def _unlock(self, name: str, ids: Int32) -> Int32:
         """The rows need these no more in this group; those that are not the cache's."""
-        return ids if self.cache is None else ids[self.cache.unlock(name, ids)]
+        return ids if self.cache is None else ids[self.cache.unlock(name, ids.astype(np.int64))]
 
     def _restore_states(self, rows: Int64) -> None:
         for row in [row for row in rows.tolist() if row in self._restore]:

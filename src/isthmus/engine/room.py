@@ -39,6 +39,11 @@ class Newcomer:
     chunk: int  # tokens in its first step
     pages: Mapping[str, int] | None = None  # per group that it lacks for what it has, and a page more; once asked for
 
+    @classmethod
+    def of(cls, sequence: Sequence, match: Match | None, chunk: int) -> Newcomer:
+        """As the sequence stands."""
+        return cls(sequence, match, sequence.length, sequence.most_cached, chunk)
+
     @property
     def columns(self) -> int:
         """Pages of the hit."""
@@ -68,17 +73,37 @@ class Room:
         self._page_size = page_size
         capped = max_cached_tokens is not None and "tokens" in pool.covering
         self._most_pages = (max_cached_tokens or 0) // page_size if capped else None
+        self._asked: Newcomer | None = None  # what was asked for last
         self._generated = 0  # tokens sampled since the start
         self._recent_tokens = 0.0  # of them, those of late: a token counts for less the longer ago it was
         self._recent_ends = 0.0  # sequences that one of these ended before their limit
 
     def plan(self, demand: Mapping[str, int]) -> Plan | Refusal:
         """For exactly this, after evicting what must be evicted for it."""
-        fits = self._price(demand) or (self._cache is not None and self._cache.evict(demand, self._price))
         plan = self._pool.plan(demand)
-        if isinstance(plan, Plan) and not fits:
-            return Refusal(demand, 0, "more pages of tokens would be cached than --max-total-tokens allows")
+        over = self._over_cap(demand)
+        if isinstance(plan, Plan) and not over:
+            return plan
+        if self._cache is not None and self._cache.evict(demand, self._price):
+            return self._pool.plan(demand)
+        if isinstance(plan, Plan):
+            return Refusal(
+                demand,
+                0,
+                f"{over + (self._most_pages or 0):,} pages of tokens would be cached, {over:,} more than "
+                "--max-total-tokens allows",
+            )
         return plan
+
+    def newcomer(self, sequence: Sequence, match: Match | None, chunk: int) -> Newcomer:
+        """A waiting sequence that would start so. The one that was refused in the step before is mostly the one that
+        is asked for again: what it lacks is not worked out anew."""
+        last = self._asked
+        if last is None or (last.sequence, last.length, last.chunk) != (sequence, sequence.length, chunk):
+            last = None
+        if last is None or last.match is not match:
+            last = self._asked = Newcomer.of(sequence, match, chunk)
+        return last
 
     def fits_ahead(self, running: Running, chunks: Int64, newcomers: Items[Newcomer] = ()) -> bool:
         """Also for all that each of them has, a page more, and what they grow to while those that start must stay?
@@ -91,15 +116,17 @@ class Room:
             return False
         at, rows = running.at, running.rows
         held = self._placement.held(rows, running.past, [new.columns for new in newcomers])
-        length = np.append(at.length[rows], [new.length for new in newcomers]).astype(np.int64)
-        most = np.append(at.most_cached[rows], [new.most_cached for new in newcomers]).astype(np.int64)
-        now = held.past + np.append(chunks, [new.chunk for new in newcomers]).astype(np.int64)
+        more = np.array([(new.length, new.most_cached, new.chunk) for new in newcomers], np.int64).reshape(-1, 3).T
+        length = np.concatenate((at.length[rows], more[0]))
+        most = np.concatenate((at.most_cached[rows], more[1]))
+        now = held.past + np.concatenate((chunks, more[2]))
         later = np.maximum(np.minimum(length + self._page_size, most), now)
         gains = self._placement.gains(held, np.stack((now, later)))
-        if not self._price({name: int(gain.sum(axis=1).max()) for name, gain in gains.items()}, idle):
+        if not self._price({name: int(np.add.reduce(gain, 1).max()) for name, gain in gains.items()}, idle):
             return False
-        starting = np.append(~at.begun[rows], [True] * len(newcomers)).astype(np.bool_)
-        horizon = int(length[starting].max(initial=0)) // _REDO
+        begun = at.begun[rows]
+        longest = 0 if np.count_nonzero(begun) == len(begun) else int(at.length[rows[~begun]].max())
+        horizon = max([longest, *(new.length for new in newcomers)]) // _REDO
         return horizon <= self._page_size or self._fits_until(horizon, held, length, most, idle)
 
     def ended(self, generated: int, early: int) -> None:
@@ -109,12 +136,12 @@ class Room:
         self._recent_tokens = self._recent_tokens * fade + new
         self._recent_ends = self._recent_ends * fade + early
 
-    def shrink(self, running: Items[Sequence], chunks: list[int]) -> bool:
+    def shrink(self, running: Running, chunks: list[int]) -> bool:
         """Cut the youngest prefill chunk that can be cut to what fits, or as far as it goes. False if none can."""
         i = max((i for i, n in enumerate(chunks) if n > 1), default=None)
         if i is None:
             return False
-        rows, past, new = rows_of(running), past_of(running), np.array(chunks, np.int64)
+        rows, past, new = running.rows, running.past, np.array(chunks, np.int64)
         low, high = (0 if 0 < i == len(chunks) - 1 else 1), chunks[i] - 1
         while low < high:
             new[i] = middle = (low + high + 1) // 2
@@ -148,6 +175,8 @@ class Room:
     def _fits_with(self, gain: Mapping[str, int], idle: Mapping[str, int]) -> bool:
         """Would so many pages more per group fit, or fewer where it is below 0?"""
         live = self._pool.regions
+        if min(gain.values()) >= 0:
+            return self._price(gain, idle)
         # Expected, so rounded; nor is a page that the last of several gives back known to be theirs.
         back = {name: min(live[name].live, idle.get(name, 0) + max(0, -pages)) for name, pages in gain.items()}
         return self._price({name: max(0, pages) for name, pages in gain.items()}, back)
@@ -170,20 +199,12 @@ class Room:
 
     def _price(self, demand: Mapping[str, int], release: Mapping[str, int] = _NOTHING) -> bool:
         """Is there a plan, and is it under the cap? `release` as in `Pool.plan`."""
-        if not self._pool.could(demand, release):
-            return False
+        return self._pool.could(demand, release) and not self._over_cap(demand, release)
+
+    def _over_cap(self, demand: Mapping[str, int], release: Mapping[str, int] = _NOTHING) -> int:
+        """So many pages of tokens more would be cached than may be."""
         if self._most_pages is None:
-            return True
+            return 0
         cover = self._pool.covering["tokens"][0]
         pages = self._pool.ids("tokens").live + demand.get(cover, 0) - release.get(cover, 0)
-        return pages <= self._most_pages
-
-
-def rows_of(sequences: Items[Sequence]) -> Int64:
-    """The row of each."""
-    return np.array([s.row for s in sequences], np.int64)
-
-
-def past_of(sequences: Items[Sequence]) -> Int64:
-    """Tokens cached of each."""
-    return np.array([s.past for s in sequences], np.int64)
+        return max(0, pages - self._most_pages)

@@ -47,6 +47,10 @@ class Running(Items[Sequence]):
         self._sequences = [sequence for sequence in self._sequences if sequence.row >= 0]
         self._rows = None
 
+    def some(self, places: Items[int]) -> list[Sequence]:
+        """Those at these places in the order."""
+        return [self._sequences[i] for i in places]
+
     def __len__(self) -> int:
         return len(self._sequences)
 

@@ -35,7 +35,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 def tokens_of(sequences: Items[Sequence], past: Int64, counts: Int64, pending: Bool) -> NDArray[np.int32]:
     """What goes in: each sequence's next `counts[i]` tokens after `past[i]`; -1 for a token that is pending."""
-    if pending.all():
+    if np.count_nonzero(pending) == len(pending):
         return np.full(len(pending), -1, np.int32)
     end = np.cumsum(counts)
     tokens = np.full(end[-1], -1, np.int32)
@@ -59,6 +59,11 @@ class Samples(Items[SampleRow]):
         self._made: list[SampleRow] | None = None
 
     @property
+    def indices(self) -> NDArray[np.int32]:
+        """The `index` of each."""
+        return self._numbers[1]
+
+    @property
     def _samples(self) -> list[SampleRow]:
         if self._made is None:
             numbers = zip(*(array.tolist() for array in self._numbers), strict=True)
@@ -78,6 +83,13 @@ class Samples(Items[SampleRow]):
     def __getitem__(self, index: slice) -> list[SampleRow]: ...
     def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
         return self._samples[index]
+
+
+def indices_of(samples: Items[SampleRow]) -> NDArray[np.int32]:
+    """The `index` of each, without spelling out what need not be."""
+    if isinstance(samples, Samples):
+        return samples.indices
+    return np.array([sample.index for sample in samples], np.int32)
 
 
 def score_spans(chunks: Iterable[tuple[Sequence, int, int]]) -> tuple[ScoreSpan, ...]:

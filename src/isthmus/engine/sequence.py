@@ -58,9 +58,9 @@ class Sequence:
     queued: float | None = None  # on the scheduler's clock, since when it waits; None while it runs
     waited_for: str | None = None  # what kept it when it stood at the front
     mask: TokenMask | None = None  # which tokens its grammar lets it go on with
-    _output: list[int] = field(default_factory=list, repr=False)  # but for what its row has fresh
+    at: Rows | None = field(default=None, repr=False)  # where it stands, by row, while it runs
+    _output: list[int] = field(default_factory=list, repr=False)  # but for the newest, which its row has
     _length: int = field(init=False, repr=False)  # while it does not run
-    _rows: Rows | None = field(default=None, repr=False)  # while it runs
 
     def __post_init__(self) -> None:
         self._length = self.known
@@ -76,20 +76,20 @@ class Sequence:
             row, past, self._length, prompt, self.most_cached, plain_from, self.looks_back, cuts,
             told=told, ends=self.ends,
         )  # fmt: skip
-        self.row, self._rows = row, rows
+        self.row, self.at = row, rows
 
     def leave(self) -> None:
         """It runs no more."""
-        assert self._rows is not None
+        assert self.at is not None
         self.gather()
         self._length = self.length
-        self._rows.give(self.row)
-        self.row, self._rows = -1, None
+        self.at.give(self.row)
+        self.row, self.at = -1, None
 
     def gather(self) -> None:
         """Take the newest tokens out of the row, which has room for a few."""
-        if self._rows is not None:
-            self._output += self._rows.gather(self.row)
+        if self.at is not None:
+            self._output += self.at.gather(self.row)
 
     @property
     def output(self) -> list[int]:
@@ -100,17 +100,17 @@ class Sequence:
     @property
     def past(self) -> int:
         """Tokens cached; changed by `Scheduler.schedule` alone."""
-        return 0 if self._rows is None else int(self._rows.past[self.row])
+        return 0 if self.at is None else int(self.at.past[self.row])
 
     @property
     def length(self) -> int:
         """Tokens it has: prompt, output and pending; changed by `Scheduler.schedule` alone."""
-        return self._length if self._rows is None else int(self._rows.length[self.row])
+        return self._length if self.at is None else int(self.at.length[self.row])
 
     @property
     def known(self) -> int:
         """Tokens whose ids are here."""
-        return len(self.prompt) + len(self._output) if self._rows is None else int(self._rows.known[self.row])
+        return len(self.prompt) + len(self._output) if self.at is None else int(self.at.known[self.row])
 
     @property
     def has_pending(self) -> bool:

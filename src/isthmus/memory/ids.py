@@ -52,6 +52,11 @@ def as_physical(pages: PhysicalPages) -> NDArray[np.int64]:
     return np.asarray(pages).astype(np.int64, copy=False)
 
 
+def _highest(index: NDArray[np.int64]) -> int:
+    """The largest of them where those below 0 count as larger than any other: both bounds at a glance."""
+    return int(np.maximum.reduce(index.view(np.uint64)))
+
+
 class PageTable:
     """Virtual to physical for one group. Made by `IdSpace.table` and nowhere else."""
 
@@ -64,9 +69,13 @@ class PageTable:
 
     def translate(self, ids: VirtualLike) -> PhysicalPages:
         """Physical page of each id, 0 (the null page) where it is not bound. IndexError names group and id."""
+        return self.pages(ids).view(PhysicalPages)
+
+    def pages(self, ids: VirtualLike) -> NDArray[np.int32]:
+        """The same as plain numbers, for the pool's own books."""
         index = as_virtual(ids)
         self._guard(index)
-        return self.entries[index].view(PhysicalPages)
+        return self.entries[index]
 
     def bind(self, ids: NDArray[np.int64], pages: Int | int) -> None:
         """Set entries; bounds-checked like every access, because an unchecked write is how corruption starts."""
@@ -74,7 +83,7 @@ class PageTable:
         self.entries[ids] = pages
 
     def _guard(self, index: NDArray[np.int64]) -> None:
-        if index.size and (index.min() < 0 or index.max() >= len(self.entries)):
+        if index.size and _highest(index) >= len(self.entries):
             bad = int(index[(index < 0) | (index >= len(self.entries))][0])
             last = len(self.entries) - 1
             raise IndexError(f"group {self.group!r}: virtual page id {bad} is outside its page table (ids 0..{last})")
@@ -146,7 +155,7 @@ class IdSpace:
         """The ids as an index, after checking that each is in range, live, and given once. Changes nothing."""
         index = as_virtual(ids)
         self._guard(index)
-        if not self._live[index].all():
+        if np.count_nonzero(self._live[index]) < len(index):
             bad = int(index[~self._live[index]][0])
             raise ValueError(
                 f"id space {self.name!r}: virtual page id {bad} is not live (released twice, or never minted)"
@@ -188,7 +197,7 @@ class IdSpace:
         return self.peek(self._free)
 
     def _guard(self, index: NDArray[np.int64]) -> None:
-        if index.size and (index.min() < 1 or index.max() > self.capacity):
+        if index.size and _highest(index - 1) >= self.capacity:
             bad = int(index[(index < 1) | (index > self.capacity)][0])
             raise IndexError(f"id space {self.name!r}: {bad} is not a virtual page id (ids 1..{self.capacity})")
 
@@ -197,7 +206,7 @@ class IdSpace:
         order = np.arange(len(index), dtype=np.int32)
         self._mark[index] = order
         same = self._mark[index] == order
-        if not same.all():
+        if np.count_nonzero(same) < len(index):
             raise ValueError(
                 f"id space {self.name!r}: virtual page id {int(index[~same][0])} is given twice in one call"
             )

@@ -132,13 +132,13 @@ class Pool:
 
     def could(self, demand: Mapping[str, int], release: Mapping[str, int] = _NONE) -> bool:
         """Would `plan` find a way? It is cheaper to ask just this."""
+        assert min(demand.values(), default=0) >= 0, f"demand {dict(demand)}: below 0"
         live = self.regions
-        assert all(n >= 0 for n in demand.values()), f"demand {dict(demand)}: below 0"
         assert all(n <= live[name].live for name, n in release.items()), f"release {dict(release)}: more than are live"
-        return all(
-            chain.holds([r.live + demand.get(r.name, 0) - release.get(r.name, 0) for r in chain.regions])
-            for chain in self.chains
-        )
+        for chain in self.chains:
+            if not chain.holds([r.live + demand.get(r.name, 0) - release.get(r.name, 0) for r in chain.regions]):
+                return False
+        return True
 
     def fits(self, demand: Mapping[str, int]) -> bool:
         """Would the demand fit this arena if it were empty?"""
@@ -164,7 +164,7 @@ class Pool:
 
     def is_bound(self, group: str, ids: VirtualLike) -> NDArray[np.bool_]:
         """Which ids have a page in the group. IndexError for ids outside the space."""
-        bound: NDArray[np.bool_] = np.asarray(self.tables[group].translate(ids)) != 0
+        bound: NDArray[np.bool_] = self.tables[group].pages(ids) != 0
         return bound
 
     def owners(self, group: str, pages: PhysicalPages) -> VirtualPages:
@@ -437,7 +437,7 @@ class Pool:
             fresh = minted[group.space]
             covers = name in self.covering[group.space]
             ids = fresh if covers and name not in binds else as_virtual(binds.get(name, ()))
-            same = ids is fresh or (len(ids) == len(fresh) and bool((ids == fresh).all()))
+            same = ids is fresh or (len(ids) == len(fresh) and not np.count_nonzero(ids != fresh))
             if covers and not same:
                 raise ValueError(f"group {name!r} binds every live id: its binds are the plan's fresh ids, in order")
             if len(ids) != plan.demand[name]:
@@ -450,20 +450,20 @@ class Pool:
     def _check_free_to_bind(self, group: str, ids: NDArray[np.int64], fresh: NDArray[np.int64]) -> None:
         space = self.spaces[self.groups[group].space]
         alive = space.is_live(ids)
-        if not alive.all():
+        if np.count_nonzero(alive) < len(ids):
             unknown = ids[~alive]
             strange = unknown[~np.isin(unknown, fresh)]
             if len(strange):
                 raise ValueError(
                     f"group {group!r}: virtual page id {int(strange[0])} is neither live nor one of the plan's"
                 )
-        bound = self._bound_pages(group, ids) != 0
-        if bound.any():
+        bound = self.tables[group].pages(ids) != 0
+        if np.count_nonzero(bound):
             raise ValueError(f"group {group!r}: virtual page id {int(ids[bound][0])} has a page already")
         space.require_distinct(ids)
 
     def _bound_pages(self, group: str, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.asarray(self.tables[group].translate(index)).astype(np.int64)
+        return self.tables[group].pages(index).astype(np.int64)
 
     def _refuse_pinned(self, group: str, pages: NDArray[np.int64]) -> None:
         pins = self.regions[group].pins

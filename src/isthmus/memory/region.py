@@ -68,7 +68,7 @@ class Region:
         """
         high = self.anchor is Anchor.HIGH
         holes = self.holes.highest(n) if high else self.holes.lowest(n)
-        if len(holes) and not (lo <= holes.min() and holes.max() < hi):
+        if len(holes) and not (lo <= min(holes[0], holes[-1]) and max(holes[0], holes[-1]) < hi):
             holes = self.holes.within(lo, hi)
             holes = (holes[::-1] if high else holes)[:n]
         short = n - len(holes)
@@ -78,7 +78,8 @@ class Region:
         up = np.arange(above, min(hi, above + short))
         below = min(self.lo, hi)
         down = np.arange(below - 1, max(lo, below - short + len(up)) - 1, -1)
-        pages = np.concatenate([part for part in (holes, up, down) if len(part)])
+        parts = [part for part in (holes, up, down) if len(part)]
+        pages = parts[0] if len(parts) == 1 else np.concatenate(parts)
         assert len(pages) == n, f"region {self.name!r}: {len(pages)} free pages where the plan counted {n}"
         return pages
 
@@ -86,16 +87,19 @@ class Region:
         """Free pages become live pages of these ids; the frontiers move out to include them."""
         if not len(pages):
             return
-        lo, hi = int(pages.min()), int(pages.max()) + 1
+        lo, hi = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages)) + 1
         if self.span == 0:
             self.lo = self.hi = self.lo if self.anchor is not Anchor.FLOAT else lo
         lo, hi = min(lo, self.lo), max(hi, self.hi)
         if (lo, hi) == (self.lo, self.hi):
             self.holes.remove(pages)
         else:
-            old = (pages >= self.lo) & (pages < self.hi)
-            self.holes.remove(pages[old])
-            if hi - lo - self.span != len(pages) - int(old.sum()):  # the new span lies clear of the old one
+            entering = len(pages)
+            if len(self.holes):
+                old = (pages >= self.lo) & (pages < self.hi)
+                self.holes.remove(pages[old])
+                entering -= int(np.count_nonzero(old))
+            if hi - lo - self.span != entering:  # the new span lies clear of the old one
                 entered = np.concatenate((np.arange(lo, self.lo), np.arange(self.hi, hi)))
                 self.holes.add(np.setdiff1d(entered, pages, assume_unique=True))
             self.lo, self.hi = lo, hi
@@ -110,6 +114,8 @@ class Region:
 
     def trim(self) -> None:
         """Retreat the movable frontiers past the holes that touch them; an empty region parks at its anchor."""
+        if self.live and self._is_trim():
+            return
         if self.live == 0:
             lo = hi = (
                 self.last if self.anchor is Anchor.HIGH else (self.first if self.anchor is Anchor.LOW else self.lo)
@@ -158,6 +164,11 @@ class Region:
             assert self.anchor is Anchor.LOW or self.owner[self.lo], f"{name}: a hole touches the lower frontier"
         assert all(self.owner[page] for page in self.pins), f"{name}: a pinned page is not live"
         self.holes.check()
+
+    def _is_trim(self) -> bool:
+        """Is the outermost page on every movable side live?"""
+        high, low = self.anchor is Anchor.HIGH, self.anchor is Anchor.LOW
+        return bool((high or self.owner[self.hi - 1]) and (low or self.owner[self.lo]))
 
     def _last_live(self) -> int:
         top, scan = self.hi, _SCAN
