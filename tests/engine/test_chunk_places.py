@@ -196,7 +196,7 @@ def test_a_step_takes_the_next_graph_that_has_room(monkeypatch: pytest.MonkeyPat
 def test_sizes_of_graphs(most: int, states: bool) -> None:
     """Each is a multiple of eight, every step finds one; padding is at most as much again in small steps."""
     config = SimpleNamespace(scheduler=SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=most))
-    backend: Any = SimpleNamespace(_config=config, _chunks_in_graphs=True, _has_states=states)
+    backend: Any = SimpleNamespace(_config=config, _chunks_in_graphs=True, _has_states=states, _exact=0)
     sizes = GpuBackend._sizes(backend)[False]
     assert list(sizes) == sorted(set(sizes))
     assert all(n % 8 == 0 for n in sizes)

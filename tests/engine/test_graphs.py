@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.engine.graphs import token_counts
+from isthmus.engine.graphs import lane_counts, token_counts
 
 
 @pytest.mark.parametrize("most", [1, 8, 24, 100, 150, 2048, 8192])
@@ -19,3 +19,12 @@ def test_small_sizes_are_an_octave_apart_but_for_the_largest() -> None:
     assert token_counts(8192)[:7] == (8, 16, 32, 64, 128, 160, 192)
     assert token_counts(100) == (8, 16, 32, 64, 112)
     assert token_counts(24) == (8, 16, 24)
+
+
+def test_decodes_have_sizes_of_their_own_and_every_small_one_where_asked() -> None:
+    assert lane_counts(256) == (2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert lane_counts(512)[-5:] == (256, 320, 384, 448, 512)
+    assert lane_counts(64, 6) == (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
+    assert lane_counts(3, 8) == (1, 2, 3)
+    assert lane_counts(1) == (2,)
+    assert lane_counts(1, 8) == (1, 2)

@@ -113,7 +113,7 @@ class ModelOnDevice:
         groups = self.layout.groups
         parts = None if walls is None else capacity.best_walls(groups, arena_bytes, walls)
         pool = Pool(arena_bytes, groups, walls=parts)
-        sizes = {True: lane_counts(ROWS)} if graphs else {}
+        sizes = {True: lane_counts(ROWS, ROWS)} if graphs else {}
         if graphs and not any(group.kind == "state" for group in groups):
             sizes[False] = token_counts(budget)
         arena = torch.empty(arena_bytes, dtype=torch.uint8, device=self.device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from isthmus.kernels.attention import Workspace
 from isthmus.kernels.reference import Scoring
 from isthmus.model.compile import prepare
 from isthmus.model.device_attention import DeviceBatch
@@ -50,7 +51,7 @@ class Causal(DeviceBatch):
     """Attention over the step's own tokens alone. A layer that shares its rows reads those of their owner."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        super().__init__(layout.layer_group, layout.owner, {}, {})
+        super().__init__(layout.layer_group, layout.owner, {}, Workspace.of(0, 0, 0, "cpu"))
         self._windows = {group.name: group.window for group in layout.groups}
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.called: list[int] = []  # layers, in order

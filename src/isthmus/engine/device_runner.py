@@ -31,6 +31,7 @@ from isthmus.engine.graphs import Graphs, Inputs
 from isthmus.engine.head import Head
 from isthmus.engine.packing import Layout, Packer
 from isthmus.engine.padding import ALIGN, padded_items, padding_tiles
+from isthmus.engine.samples import indices_of
 from isthmus.engine.step import Result, Results, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace
 from isthmus.kernels.pages import NOWHERE, copy_pages, fill_pages, scatter, translate
@@ -204,7 +205,7 @@ class DeviceRunner:
     # -- with prefill chunks, or prompts that are scored ------------------------------------------------------
 
     def _run(self, step: Step, plan: DevicePlan) -> Launch:
-        wanted = _array([sample.index for sample in step.samples])
+        wanted = indices_of(step.samples)
         drawn = plan.rows[plan.sequence_of[wanted]]
         graph = self._graph_of(plan)
         if self._mixed is None or graph is None:
@@ -444,7 +445,3 @@ def _cores(device: torch.device) -> int:
 
 def _pad(values: NDArray[np.int32], more: int, value: int) -> NDArray[np.int32]:
     return np.concatenate((values, np.full(more, value, np.int32))) if more else values
-
-
-def _array(values: Sequence[int]) -> NDArray[np.int32]:
-    return np.array(values, np.int32)

@@ -31,6 +31,7 @@ from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
 _GRAPH_BYTES = 8 << 20  # that the driver keeps of one graph, with room to spare
+_EXACT = 8  # decodes, that there are graphs of every number up to: padding is routed too, to experts of its own
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class GpuBackend:
         self._arena: Tensor | None = None
         # Where compiled layers are kept for the next start; whoever has set a place for them keeps it.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
-        self.described = str(prepare(model, compiled=self._graphs))
+        prepared = prepare(model, compiled=self._graphs)
+        self.described = str(prepared)
+        self._exact = _EXACT if prepared.experts else 0
         self._has_states = any(group.kind == "state" for group in layout.groups)
         if self._has_states:
             self.described += f", chunks of states by {chunk_library(model.dtype)}"
@@ -90,7 +93,7 @@ class GpuBackend:
         """Of graphs: for decodes alone, and for other steps, but not where those have states of which chunks take
         operations in numbers that depend on their lengths."""
         scheduler = self._config.scheduler
-        sizes = {True: lane_counts(scheduler.max_num_seqs)}
+        sizes = {True: lane_counts(scheduler.max_num_seqs, self._exact)}
         if self._chunks_in_graphs:
             most = scheduler.max_num_batched_tokens
             sizes[False] = token_counts(most)

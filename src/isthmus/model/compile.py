@@ -26,6 +26,7 @@ class Prepared:
 
     merged: int
     compiled: int
+    experts: int  # modules of them
 
     def __str__(self) -> str:
         how = f"{self.compiled} layers compiled" if self.compiled else "layers not compiled (--enforce-eager)"
@@ -38,7 +39,7 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
     fp32 models keep their projections apart: they are the ones compared with Transformers token for token.
     """
     merged = merge_projections(model)
-    experts.use(model)
+    routed = experts.use(model)
     tag(model)
     for stand_in in stand_ins(model):
         hang(stand_in.module, stand_in.layer)
@@ -47,4 +48,4 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
         layer.compile(dynamic=True, fullgraph=True)
     if compiled:
         torch._dynamo.config.recompile_limit = _VARIANTS
-    return Prepared(merged, len(layers))
+    return Prepared(merged, len(layers), routed)

@@ -19,9 +19,10 @@ from isthmus.kernels import experts as kernels
 NAME = "isthmus"
 
 
-def use(model: PreTrainedModel) -> None:
-    """Let the experts of `model` run here, on its GPU. Models without are left alone."""
+def use(model: PreTrainedModel) -> int:
+    """Let the experts of `model` run here, on its GPU; how many modules of them there are. Others are left alone."""
     model.set_experts_implementation(NAME)
+    return sum(hasattr(module, "is_transposed") for module in model.modules())
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
