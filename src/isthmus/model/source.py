@@ -40,6 +40,9 @@ _TEXT_PREFIX = {r"^(model\.)?language_model\.(model\.)?": "model.", r"^model\.lm
 """How the text model's weights are named inside a multimodal checkpoint, and how it names them itself."""
 
 _SEED = 0
+_RESTORED = ("mxfp4", "fp8")
+"""Quantizations that Transformers undoes while it loads, by its own name for them."""
+
 _UNMAKEABLE = (
     *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
     SafetensorError,
@@ -58,8 +61,8 @@ class ModelSource:
         """The config of the text model (of a multimodal config: its text part).
 
         Raises:
-            ModelError: a damaged or missing config.json, a `model_type` Transformers does not know, or a model that
-                does not generate text.
+            ModelError: a damaged or missing config.json, a `model_type` Transformers does not know, a model that does
+                not generate text, or weights that are quantized in a way that is not undone.
         """
         model_type = _read_json(self.directory / "config.json").get("model_type")
         installed = f"Transformers {transformers.__version__}"
@@ -78,6 +81,7 @@ class ModelSource:
             text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides this for both
         if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(f"{self.directory / 'config.json'}: {model_type!r} is not a model that generates text")
+        _restore(text, getattr(config, "quantization_config", None), self.directory / "config.json")
         return text
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -172,8 +176,39 @@ def build_model(
     else:
         folder = rounded_folder(source.directory, dtype, progress=progress) if source.converted else source.directory
         _check_weights(source, folder)
+        if "weight_block_size" in getattr(config, "quantization_config", ()):
+            _check_blocks(folder)
         model = _load(folder, config, dtype, attn_implementation, progress)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _restore(config: PretrainedConfig, quantized: dict[str, Any] | None, path: Path) -> None:
+    """Let quantized weights be loaded as plain ones. ModelError if Transformers cannot do that for them."""
+    if quantized is None:
+        return
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if method not in _RESTORED:
+        raise ModelError(
+            f"{path}: the weights are quantized by {method!r}; served are {' and '.join(_RESTORED)}, whose weights "
+            "become plain ones, .gguf files, and checkpoints without quantization: choose one of them"
+        )
+    config.quantization_config = {**quantized, "dequantize": True}
+
+
+def _check_blocks(folder: Path) -> None:
+    """ModelError for fp8 weights whose last block is smaller than the others: Transformers takes all for alike."""
+    shapes: dict[str, list[int]] = {}
+    for path in _shards(folder):
+        with safe_open(path, framework="pt") as shard:
+            shapes |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118 (not a mapping)
+    for name, grid in shapes.items():
+        weight = name.removesuffix("_scale_inv")
+        for size, blocks in zip(shapes[weight][-2:], grid[-2:], strict=True) if weight != name else ():
+            if blocks > 1 and (size % blocks or (size // blocks).bit_count() != 1):
+                raise ModelError(
+                    f"{folder}: {weight} has {size:,} numbers in {blocks:,} blocks of fp8, the last smaller, which "
+                    "Transformers does not undo: take the checkpoint without quantization"
+                )
 
 
 @contextmanager
