@@ -30,7 +30,7 @@ def modules(family: str) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 37])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 37])
 @pytest.mark.parametrize("family", SORTS)
 def test_as_the_module_itself(device: str, family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -38,13 +38,27 @@ def test_as_the_module_itself(device: str, family: str, tokens: int, monkeypatch
     for parameter in module.parameters():  # biases begin at zero
         parameter.data.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
     x = torch.randn(tokens, module.down_proj.shape[2 if module.is_transposed else 1], device=device)
-    weights, index = torch.randn(tokens, module.num_experts, device=device).softmax(-1).topk(2)
+    weights, index = torch.randn(tokens, module.num_experts, device=device).softmax(-1).topk(3)
+    weights, index = weights[:, :2], index[:, :2]  # rows of them lie apart
     with torch.inference_mode():
         ours = module(x, index, weights)
         assert module.config._experts_implementation == experts.NAME
         monkeypatch.setattr(module.config, "_experts_implementation_internal", "eager")
         theirs = module(x, index, weights)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_behind_each_expert(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no family of the table has."""
+    torch.manual_seed(0)
+    module = next(iter(modules("qwen3_5_moe"))).to(device)
+    x = torch.randn(5, module.down_proj.shape[1], device=device)
+    weights, index = torch.randn(5, module.num_experts, device=device).softmax(-1).topk(2)
+    with torch.inference_mode():
+        plain = module(x, index, weights)
+        monkeypatch.setattr(module, "has_post_expert_norm", True, raising=False)
+        monkeypatch.setattr(module, "post_expert_norm", lambda rows: 3 * rows, raising=False)
+        torch.testing.assert_close(module(x, index, weights), 3 * plain)
 
 
 def test_a_model_without_experts_is_left_alone() -> None:

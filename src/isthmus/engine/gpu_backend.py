@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
+from triton.runtime.errors import OutOfResources
 
 from isthmus.engine import sizing
 from isthmus.engine.config import EngineConfig
@@ -132,6 +133,11 @@ class GpuBackend:
         except TorchDynamoException as error:
             line = str(error).strip().splitlines()[0]
             raise ModelError(f"the layers cannot be compiled: use --enforce-eager ({line})") from error
+        except OutOfResources as error:
+            line = str(error).strip().splitlines()[0]
+            raise ModelError(
+                f"a kernel does not fit this GPU: use --dtype bfloat16, or --device cpu ({line})"
+            ) from error
         self._chunks_in_graphs = runner.chunks_in_graphs
         laps.lap("layers and kernels compiled")
         if not self._graphs:
@@ -164,7 +170,8 @@ class GpuBackend:
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
-    """The largest step of each sort: prefill to the budget, scored too, decodes with every kind of sampling, both.
+    """The largest step of each sort: prefill to the budget, scored too, decodes with every kind of sampling, both; and
+    prefill of a quarter of the tokens, of a quarter of these, ..: kernels are built for some sizes.
 
     No sequence has a page, so all of them read and write the null page.
     """
@@ -173,14 +180,14 @@ def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
     edited = SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.1, logit_bias={0: 1.0})
     scored = SamplingParams(temperature=0.0, logprobs=1)
     mixed = [greedy, drawn, edited, scored]
-    prompts: list[int] = []
-    while sum(prompts) < max_tokens and len(prompts) < max_num_seqs:
-        prompts.append(min(longest - 1, max_tokens - sum(prompts)))
-    whole = _blank(prompts, [greedy])
-    scores = ScoreSpan("warm", 1, 0, np.zeros(max(0, prompts[0] - 1), np.int32), 1)
+    whole, *smaller = (
+        _blank(prompts, [greedy]) for prompts in _quarters(max_tokens, max_num_seqs, most=max(1, longest - 1))
+    )
+    scores = ScoreSpan("warm", 1, 0, np.zeros(max(0, int(whole.query_start[1]) - 1), np.int32), 1)
     steps = [
         whole,
         dataclasses.replace(whole, scores=(scores,)),
+        *smaller,
         _blank([1] * max_num_seqs, [greedy]),
         _blank([1] * max_num_seqs, mixed),
     ]
@@ -188,6 +195,16 @@ def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
         steps.append(_blank([2, 1], mixed))
         steps.append(_blank([2] * min(max_num_seqs, max_tokens // 2), [greedy]))  # each chunk has a copy of its state
     return steps
+
+
+def _quarters(tokens: int, sequences: int, most: int) -> Iterator[list[int]]:
+    """Prompts of so many tokens together, of at most so many each as far as there are sequences; of a quarter; .."""
+    while tokens:
+        prompts = [most] * min(tokens // most, sequences)
+        if len(prompts) < sequences and tokens > sum(prompts):
+            prompts.append(tokens - sum(prompts))
+        yield prompts
+        tokens //= 4
 
 
 def _blank(counts: list[int], params: list[SamplingParams]) -> Step:

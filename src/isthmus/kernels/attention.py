@@ -137,12 +137,15 @@ def decode_config(k_dim: int, v_dim: int, itemsize: int, *, shared: bool = False
     if shared:
         row_bytes = (triton.next_power_of_2(v_dim) + triton.next_power_of_2(max(1, k_dim - v_dim))) * itemsize
         block_n = max(16, 1 << ((49152 // row_bytes).bit_length() - 1))
-        return DecodeConfig(min(32, block_n), 8, 2) if tight else DecodeConfig(min(64, block_n), 8, 3)
+        if tight:
+            return DecodeConfig(min(32, block_n), 8, 1 if itemsize > 2 else 2)
+        return DecodeConfig(min(64, block_n), 8, 3)
     row_bytes = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
     block_n = min(128, max(16, 1 << ((32768 // row_bytes).bit_length() - 1)))
     # Rows that must be widened need the registers of more warps.
     num_warps = 8 if itemsize == 1 and k_dim + v_dim > 256 else 4
-    return DecodeConfig(block_n, num_warps, 3 if tight or k_dim + v_dim >= 512 else 4)  # measured for 256 + 256 alone
+    stages = 3 if tight or k_dim + v_dim >= 512 else 4  # measured for 256 + 256 alone
+    return DecodeConfig(block_n, num_warps, 1 if tight and itemsize > 2 else stages)
 
 
 def prefill_config(k_dim: int, v_dim: int, itemsize: int, row_itemsize: int | None = None) -> PrefillConfig:
@@ -152,7 +155,7 @@ def prefill_config(k_dim: int, v_dim: int, itemsize: int, row_itemsize: int | No
     """
     wide, tight = triton.next_power_of_2(max(k_dim, v_dim)), shared_bytes() < _AMPLE
     if itemsize > 2:
-        return PrefillConfig(16, 16, 4, 2)
+        return PrefillConfig(16, 16, 4, 1 if tight else 2)
     if wide <= 64:
         found = PrefillConfig(128, 64, 4, 3)
     elif wide <= 128:

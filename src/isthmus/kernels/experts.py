@@ -25,7 +25,7 @@ _FEW = 4096
 """Pairs that one program sorts faster than three launches do."""
 
 _SORTED = 1024
-"""Pairs at a time."""
+"""Pairs at a time, however few there are: their number must not be compiled in."""
 
 _LEAST_ROWS = 16
 """Of a tile, in any build."""
@@ -82,7 +82,7 @@ def work_size(pairs: int, experts: int) -> int:
     return pairs + _TILE * (pairs // _LEAST_ROWS + experts) + experts
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["p_count", "pairs"])
 def _count_kernel(p_expert: tl.tensor, p_count: tl.tensor, pairs: tl.int32, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     o_pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_expert = tl.arange(0, BLOCK_E)
@@ -109,7 +109,7 @@ def _place(
     tl.store(p_order + b_slot, o_pair, mask=there)
 
 
-@triton.jit(do_not_specialize=["pairs", "most"])
+@triton.jit(do_not_specialize=["p_order", "p_tiles", "p_cursor", "pairs", "most"])
 def _plan_kernel(
     p_expert: tl.tensor,
     p_order: tl.tensor,
@@ -154,7 +154,7 @@ def _plan_kernel(
             _place(p_expert, p_order, p_cursor, first, pairs, BLOCK)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["p_order", "p_cursor", "pairs"])
 def _place_kernel(
     p_expert: tl.tensor, p_order: tl.tensor, p_cursor: tl.tensor, pairs: tl.int32, BLOCK: tl.constexpr
 ) -> None:
@@ -172,14 +172,14 @@ def sort_pairs(expert_of: Tensor, experts: int, block_m: int) -> Tensor:
         what `Work.of` takes apart.
     """
     (pairs,) = expert_of.shape
+    assert expert_of.is_contiguous(), "pairs of a token lie together"
     work = torch.empty(work_size(pairs, experts), dtype=torch.int32, device=expert_of.device)
     order, tiles, cursor = Work.of(work, pairs, experts, block_m)
     if pairs == 0:
         return work
-    few, block_e = pairs <= _FEW, max(16, triton.next_power_of_2(experts))
-    block = min(_SORTED, max(32, triton.next_power_of_2(pairs)))
+    few, block_e, blocks = pairs <= _FEW, max(16, triton.next_power_of_2(experts)), triton.cdiv(pairs, _SORTED)
     if not few:
-        _count_kernel[(triton.cdiv(pairs, block),)](expert_of, cursor.zero_(), pairs, BLOCK=block, BLOCK_E=block_e)
+        _count_kernel[(blocks,)](expert_of, cursor.zero_(), pairs, BLOCK=_SORTED, BLOCK_E=block_e)
     _plan_kernel[(1,)](
         expert_of,
         order,
@@ -190,16 +190,16 @@ def sort_pairs(expert_of: Tensor, experts: int, block_m: int) -> Tensor:
         EXPERTS=experts,
         FEW=few,
         BLOCK_M=block_m,
-        BLOCK=block,
+        BLOCK=_SORTED,
         BLOCK_E=block_e,
-        num_warps=max(1, min(8, block // 128)),
+        num_warps=8,
     )
     if not few:
-        _place_kernel[(triton.cdiv(pairs, block),)](expert_of, order, cursor, pairs, BLOCK=block)
+        _place_kernel[(blocks,)](expert_of, order, cursor, pairs, BLOCK=_SORTED)
     return work
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["p_order", "p_tiles", "most"])
 def _linear_kernel(
     p_x: tl.tensor,
     p_out: tl.tensor,

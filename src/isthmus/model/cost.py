@@ -35,7 +35,8 @@ def count(model: PreTrainedModel, layout: ModelLayout) -> ForwardCost:
     """Count a model on any device. Where experts are, a token meets `num_experts_per_tok` of them."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    named = ((module, type(module).__name__) for module in model.modules())
+    experts = [module for module, name in named if name.endswith("Experts") and not name.endswith("SharedExperts")]
     of_experts = {parameter for module in experts for parameter in module.parameters()}
     of_tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     dense = set(model.parameters()) - of_experts - of_tables - ({head.weight} if head is not None else set())

@@ -22,7 +22,10 @@ NAME = "isthmus"
 def use(model: PreTrainedModel) -> int:
     """Let the experts of `model` run here, on its GPU; how many modules of them there are. Others are left alone."""
     model.set_experts_implementation(NAME)
-    return sum(hasattr(module, "is_transposed") for module in model.modules())
+    found = [module for module in model.modules() if hasattr(module, "is_transposed")]
+    for module in found:
+        assert module.config._experts_implementation == NAME, f"{type(module).__name__} kept experts of its own"
+    return len(found)
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -30,13 +33,13 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     tokens, top_k = top_k_index.shape
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up = getattr(module, name)
-    work = torch.ops.isthmus.sort_pairs(top_k_index.reshape(-1), len(up), up.itemsize)
+    work = torch.ops.isthmus.sort_pairs(top_k_index.contiguous().view(-1), len(up), up.itemsize)
     x = _linear(module, name, hidden_states, work, top_k)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = _linear(module, "down_proj", x, work, 1)
     if getattr(module, "has_post_expert_norm", False):  # Transformers 5.17 has none
         x = module.post_expert_norm(x)
-    out = (x.view(tokens, top_k, -1) * top_k_weights[..., None]).sum(1)
+    out = (x.view(tokens, top_k, x.shape[-1]) * top_k_weights[..., None]).sum(1)
     return out.to(hidden_states.dtype)
 
 
