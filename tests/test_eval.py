@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from isthmus.bench import report
 from isthmus.cli import main
 from isthmus.errors import ConfigError, ModelError
 from isthmus.evaluate import tasks as evaluate_tasks
@@ -272,6 +275,8 @@ BAD = {
     "no questions": (["{folder}", "--tasks", "tiny_made", "--limit", "0"], "--limit 0"),
     "no such folder": (["{folder}", "--tasks", "tiny_made", "--include-path", "nowhere"], "--include-path nowhere"),
     "nowhere to write": (["{folder}", "--tasks", "tiny_made", "--output", "no/such/x.json"], "--output no/such"),
+    "a name that no file can have": (["{folder}", "--tasks", "tiny_made", "--output", "x" * 300], "--output xxx"),
+    "a folder to write": (["{folder}", "--tasks", "tiny_made", "--output", "{folder}"], "--output"),
     "samples for nobody": (["{folder}", "--tasks", "tiny_made", "--log-samples"], "--log-samples"),
     "a key without a server": (["{folder}", "--tasks", "tiny_made", "--api-key", "x"], "--api-key is for"),
     "a setting of a server": (
@@ -292,6 +297,79 @@ def test_bad_input_gets_one_line_and_exit_code_2(case: str, folder: Path, capsys
 def test_a_server_that_is_not_there(folder: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--tasks", "tiny_made", "--include-path", tasks, "--url", "http://127.0.0.1:1") == 2
     assert "no server answers there" in _one_line(capsys)
+
+
+def test_an_evaluation_that_fails_leaves_files_as_they_were(folder: Path, tmp_path: Path) -> None:
+    there, new = tmp_path / "there.json", tmp_path / "new.json"
+    there.write_text("an older result")
+    for file in (there, new):
+        assert run(folder, "--tasks", "tiny_made", "--url", "http://127.0.0.1:1", "--output", file) == 2
+    assert there.read_text() == "an older result"
+    assert not new.exists()
+
+
+def test_a_result_that_cannot_be_written_is_shown(
+    folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, evaluate = tmp_path / "gone", evaluate_tasks.evaluate
+    gone.mkdir()
+
+    def removing(*args: Any, **options: Any) -> Any:
+        gone.rmdir()
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(evaluate_tasks, "evaluate", removing)
+    args = ("--include-path", tasks, "--limit", 1, *flags(**SMALL), "--output", gone / "result.json")
+    assert run(folder, "--tasks", "tiny_made", *args) == 2
+    captured = capsys.readouterr()
+    assert "|exact_match|" in captured.out
+    assert captured.err.splitlines()[-1].startswith(f"isthmus: error: --output {gone}/result.json: no such file")
+
+
+class Broken(StringIO):
+    """Whoever read it went away."""
+
+    def __init__(self, null: IO[bytes]) -> None:
+        super().__init__()
+        self._null = null
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def fileno(self) -> int:
+        return self._null.fileno()
+
+
+def test_a_result_that_nobody_reads_is_written(
+    folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "result.json"
+    args = ("--include-path", tasks, "--limit", 1, *flags(**SMALL), "--output", file)
+    with open(os.devnull, "wb") as null:
+        monkeypatch.setattr(sys, "stdout", Broken(null))
+        assert run(folder, "--tasks", "tiny_made", *args) == 1
+    assert json.loads(file.read_text())["results"]
+
+
+@pytest.mark.parametrize("given", [["--api-key", "my-secret"], ["--api-key=my-secret"]])
+def test_a_result_says_how_it_was_made_without_the_key(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["isthmus", "bench", "serve", *given, "--json"])
+    report.show({}, True, lambda _: ())
+    out = capsys.readouterr().out
+    command = json.loads(out)["command"]
+    assert "my-secret" not in out
+    assert command[:2] + command[-1:] == ["bench", "serve", "--json"]
+    assert command[2].startswith("--api-key")
+
+
+def test_a_result_survives_an_encoding_without_its_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(raw, "latin-1"))
+    report.show({}, False, lambda _: ["|acc|↑|"])
+    sys.stdout.flush()
+    assert raw.getvalue() == b"|acc|?|\n"
 
 
 def test_data_that_is_not_there(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

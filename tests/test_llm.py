@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import weakref
@@ -19,6 +20,8 @@ from isthmus.engine.runner import Runner
 from isthmus.errors import ConfigError
 from isthmus.llm import LLM, RequestOutput, SamplingParams
 from isthmus.memory import Group, Pool, opaque_spec
+from isthmus.memory.journal import DEFAULT_BYTES
+from isthmus.memory.replay import Replay
 from isthmus.params import RequestError
 from tests.engine.toy_tokenizers import byte_level, token_id
 
@@ -172,6 +175,74 @@ def test_ctrl_c_ends_the_call_after_the_step_and_the_engine_serves_on(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (output,) = llm.generate("the cat", GREEDY, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 20
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize("when", ["in the middle of it", "before anything is held back"])
+def test_a_second_ctrl_c_while_requests_are_aborted_damages_nothing(
+    when: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (before,) = llm.generate("the cat", GREEDY, use_tqdm=False)
+    release, end, presses = llm.engine.pool.release, llm._end, 0
+
+    def press() -> None:
+        nonlocal presses
+        presses += 1
+        if presses == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    def released(space: str, ids: Any) -> Any:
+        press()
+        return release(space, ids)
+
+    def ended(names: Any) -> None:
+        press()
+        end(names)
+
+    def stop(index: int, output: RequestOutput) -> None:
+        if when == "in the middle of it":
+            monkeypatch.setattr(llm.engine.pool, "release", released)
+        else:
+            monkeypatch.setattr(llm, "_end", ended)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["the mat " * 4, "a dog " * 4], GREEDY, use_tqdm=False, on_output=stop)
+    monkeypatch.undo()
+    assert presses > 1
+    assert not llm.engine.scheduler.requests
+    assert not llm._inboxes
+    llm.engine.pool.check()
+    (after,) = llm.generate("the cat", GREEDY, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = llm.engine.scheduler.waiting.add
+
+    def pressed(sequence: Any) -> None:
+        add(sequence)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.scheduler.waiting, "add", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["the cat", "the mat"], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_work
+    assert not len(llm.engine.scheduler.waiting)
+    assert not llm._inboxes
+
+
+def test_a_journal_ends_with_its_engine(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "life.journal"
+    llm = build(folder, journal=str(path))
+    llm.generate("the cat", GREEDY, use_tqdm=False)
+    assert path.stat().st_size >= DEFAULT_BYTES
+    del llm
+    gc.collect()
+    assert path.stat().st_size < DEFAULT_BYTES, "what the ring did not use is given back"
+    assert [*Replay(path)], "and it replays"
 
 
 def test_an_error_in_on_output_aborts_the_call(llm: LLM) -> None:

@@ -6,7 +6,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -37,10 +37,12 @@ class Endpoint:
 
     Args:
         url: http://host:port, with or without `/v1`.
-        key: sent as a bearer token.
+        key: sent as a bearer token, to nobody else that the server may name. ConfigError if no header can carry it.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
+        if key and not (key.isascii() and key.isprintable()):
+            raise ConfigError("a key is printable ASCII: look at --api-key or ISTHMUS_API_KEY")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -49,7 +51,9 @@ class Endpoint:
         with self._open("/v1/models", _GREETING, None) as response:
             try:
                 entries: list[dict[str, Any]] = json.load(response)["data"]
-                offers = [Offer(entry["id"], entry.get("max_model_len")) for entry in entries]
+                offers = [_offer(entry) for entry in entries]
+            except (OSError, http.client.HTTPException) as error:
+                raise ConfigError(f"--url {self.url}: its answer to /v1/models broke off ({_reason(error)})") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"--url {self.url}: its /v1/models is not that of OpenAI's API") from error
         found = next((offer for offer in offers if name in (None, offer.name)), None)
@@ -80,9 +84,10 @@ class Endpoint:
 
     def _open(self, path: str, timeout: float, body: Any) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
-        headers = self.headers | {"Content-Type": "application/json"}
         try:
-            request = urllib.request.Request(self.url + path, data, headers)
+            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+            for name, value in self.headers.items():
+                request.add_unredirected_header(name, value)
             response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             self._refuse(path, error)
@@ -99,12 +104,26 @@ class Endpoint:
             text = "refuses this key" if self.headers else "asks for a key: --api-key or ISTHMUS_API_KEY"
             raise ConfigError(f"{self.url} {text}") from error
         try:
-            told = json.loads(error.read())["error"]
-            text, code = str(told["message"]), told.get("code")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of a proxy, perhaps
-            text, code = str(error.reason), None
-        text = f"{' '.join(text.split()):.300}"
-        raise RefusedError(f"{self.url}{path} answers {error.code}: {text}", text, code) from error
+            body = error.read()
+        except (OSError, http.client.HTTPException):
+            body = b""
+        raise refusal(self.url + path, error.code, str(error.reason), body) from error
+
+
+def refusal(url: str, status: int, reason: str, body: bytes) -> RefusedError:
+    """An answer with that status as an error: what its body says, or else the reason that HTTP gives."""
+    try:
+        told = json.loads(body)["error"]
+        text, code = str(told["message"]), told.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):  # of a proxy, perhaps
+        text, code = reason, None
+    text = f"{' '.join(text.split()):.300}"
+    return RefusedError(f"{url} answers {status}: {text}", text, code)
+
+
+def _offer(entry: Mapping[str, Any]) -> Offer:
+    longest = entry.get("max_model_len")
+    return Offer(str(entry["id"]), None if longest is None else int(longest))
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -296,12 +297,11 @@ class LLM:
         )
         if self.journal is not None:
             engine.executor = Recorder(engine.executor, engine.scheduler.running, self.journal)
+            weakref.finalize(engine, self.journal.close)  # with the process at the latest
         return engine
 
     def _rebuild(self, pool: Pool, max_model_len: int) -> None:
-        for name in list(self.engine.scheduler.requests):
-            self.engine.abort(name)
-        self._drain()
+        self._end(list(self.engine.scheduler.requests))
         del self.engine  # its arena goes first: two might not fit beside each other
         self.engine = self._build_engine(pool, max_model_len)
 
@@ -348,23 +348,28 @@ class LLM:
         try:
             for i, (name, job) in enumerate(zip(names, batch, strict=True)):
                 try:
-                    self.engine.add_request(
-                        name, job.ids, job.params, prompt=job.text, cache_salt=job.cache_salt, at_end=at_end
-                    )
+                    with _whole_step():
+                        self.engine.add_request(
+                            name, job.ids, job.params, prompt=job.text, cache_salt=job.cache_salt, at_end=at_end
+                        )
                 except RequestError as error:
                     raise RequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error)) from None
                 self._inboxes[name] = inbox
             yield names
         finally:
+            try:
+                self._end(names)
+            except KeyboardInterrupt:  # a second one, maybe before it could be held back
+                self._end(names)
+                raise
+
+    def _end(self, names: Sequence[str]) -> None:
+        """Abort what is left of these requests. Nothing runs on the device when no request is left at all."""
+        with _whole_step():
             for name in names:
                 self.engine.abort(name)
                 self._inboxes.pop(name, None)
-            self._drain()
-
-    def _drain(self) -> None:
-        """Let nothing run on the device when no request is left."""
-        if not self.engine.scheduler.has_work:
-            with _whole_step():
+            if not self.engine.scheduler.has_work:
                 self.engine.drain()
 
     def _step(self) -> None:
@@ -442,7 +447,8 @@ def _salt(prompt: Prompt) -> str | None:
 
 @contextlib.contextmanager
 def _whole_step() -> Iterator[None]:
-    """Ctrl-C waits for the end of the step: half a step would leave pages on the device nobody knows where."""
+    """Ctrl-C waits for the end of what the engine does: half a step, or half an abort, would leave pages on the device
+    nobody knows where."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler

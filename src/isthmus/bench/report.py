@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from typing import Any
 
 from isthmus import env
@@ -15,7 +16,18 @@ Result = dict[str, Any]
 def show(result: Result, as_json: bool, lines: Callable[[Result], Iterable[str]]) -> None:
     """Print a result. JSON carries the command and the environment, so that a file of it stands alone."""
     if as_json:
-        print(json.dumps(result | {"command": sys.argv[1:], "environment": env.describe()}))
+        print(json.dumps(result | {"command": [*_shown(sys.argv[1:])], "environment": env.describe()}))
         return
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks is no reason to lose a result
     for line in lines(result):
         print(line)
+
+
+def _shown(arguments: Sequence[str]) -> Iterator[str]:
+    """Arguments as anybody may read them: without the key."""
+    before = ""
+    for each in arguments:
+        masked = "--api-key=..." if each.startswith("--api-key=") else each
+        yield "..." if before == "--api-key" else masked
+        before = each

@@ -38,7 +38,11 @@ class ServerSpeaker:
         try:
             with closing(self._endpoint.events("/v1/chat/completions", body, _SILENCE)) as events:
                 for event in events:
-                    yield _piece(event)
+                    try:
+                        piece = _piece(event)
+                    except (TypeError, AttributeError, KeyError, IndexError) as error:
+                        raise IsthmusError(f"{self._endpoint.url}: its events are not those of OpenAI's API") from error
+                    yield piece
         except RefusedError as error:
             if error.code == "context_length_exceeded":
                 raise TooLongError(error.text) from error
@@ -63,12 +67,13 @@ def _piece(event: dict[str, Any]) -> Piece:
     """Text, or the counts at its end."""
     if "error" in event:
         error = event["error"]
-        raise IsthmusError(f"the server ended the answer: {error.get('message') if isinstance(error, dict) else error}")
+        text = str(error.get("message") if isinstance(error, dict) else error)
+        raise IsthmusError(f"the server ended the answer: {' '.join(text.split()):.300}")
     usage = event.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     choice = (event.get("choices") or [{}])[0]
     return Piece(
-        (choice.get("delta") or {}).get("content") or "",
+        str((choice.get("delta") or {}).get("content") or ""),
         usage.get("prompt_tokens"),
         details.get("cached_tokens"),
         usage.get("completion_tokens"),

@@ -65,7 +65,8 @@ class Conversation:
         """Write one message a line as JSON; how many. ConfigError if the file cannot be written."""
         messages = self.messages()
         try:
-            path.write_text("".join(json.dumps(message, ensure_ascii=False) + "\n" for message in messages), "utf-8")
+            lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
+            path.write_text("".join(lines), "utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
         return len(messages)

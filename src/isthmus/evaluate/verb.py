@@ -78,10 +78,12 @@ def run(args: argparse.Namespace) -> int:
         "lm_eval": evaluate_tasks.VERSION,
         **{name: found[name] for name in _KEPT if name in found},
     }
-    if args.output is not None:
-        with args.output.open("w") as file, contextlib.redirect_stdout(file):
-            report.show(result, True, lines)
-    report.show(result, args.json, lines)
+    try:
+        report.show(result, args.json, lines)
+    finally:  # though nobody may read what is shown any more
+        if args.output is not None:
+            with _named(args.output), args.output.open("w") as file, contextlib.redirect_stdout(file):
+                report.show(result, True, lines)
     return 0
 
 
@@ -110,8 +112,8 @@ def _check(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         raise ConfigError(f"--concurrency {args.concurrency}: give at least 1")
     if args.include_path is not None and not args.include_path.is_dir():
         raise ConfigError(f"--include-path {args.include_path}: no such folder")
-    if args.output is not None and (args.output.is_dir() or not args.output.absolute().parent.is_dir()):
-        raise ConfigError(f"--output {args.output}: name a file in a folder that is there")
+    if args.output is not None:
+        _try_to_write(args.output)
     if args.log_samples and args.output is None and not args.json:
         raise ConfigError("--log-samples goes into the JSON: give --output or --json too")
     if args.url is None:
@@ -121,6 +123,27 @@ def _check(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     elif set(settings) - {"model"}:
         name = min(set(settings) - {"model"})
         raise ConfigError(f"{name} is a setting of an engine in this process, not of a server: leave it out with --url")
+
+
+def _try_to_write(path: Path) -> None:
+    """ConfigError if it cannot be. What is there stays, and what is not is not made."""
+    with _named(path):
+        there = path.exists()
+        if there and not (path.is_file() or path.is_dir()):
+            return  # a pipe, say: whoever reads it must not see it end
+        path.open("a").close()
+        if not there:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What the system says of `--output` as one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"--output {path}: {reason}: name a file that can be written") from error
 
 
 @contextlib.contextmanager
