@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -52,6 +53,18 @@ def test_one_prompt_streams_its_text(gguf: Path, capsys: pytest.CaptureFixture[s
     assert streamed == whole["outputs"][0]["text"] + "\n"
     assert len(whole["outputs"][0]["token_ids"]) == 9
     assert whole["outputs"][0]["finish_reason"] == "length"
+
+
+def test_what_the_encoding_of_standard_output_lacks_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any verb: a model says what it likes, a table has its arrows."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "latin-1"))
+    monkeypatch.setattr("isthmus.env.describe", lambda: {"device": "é 🙂", "packages": {}})
+    assert run("env") == 0
+    sys.stdout.flush()
+    assert "é ?".encode("latin-1") in raw.getvalue()
 
 
 def test_a_batch_with_map_and_static_split(gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from io import BytesIO, StringIO, TextIOWrapper
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -362,14 +362,6 @@ def test_a_result_says_how_it_was_made_without_the_key(
     assert "my-secret" not in out
     assert command[:2] + command[-1:] == ["bench", "serve", "--json"]
     assert command[2].startswith("--api-key")
-
-
-def test_a_result_survives_an_encoding_without_its_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = BytesIO()
-    monkeypatch.setattr(sys, "stdout", TextIOWrapper(raw, "latin-1"))
-    report.show({}, False, lambda _: ["|acc|↑|"])
-    sys.stdout.flush()
-    assert raw.getvalue() == b"|acc|?|\n"
 
 
 def test_data_that_is_not_there(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ STARTED = time.perf_counter()  # read by `bench throughput`, whose start-up figu
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import functools  # noqa: E402
+import io  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
@@ -28,6 +29,8 @@ from isthmus.sim import verb as simulate  # noqa: E402
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Exit codes: 0 done, 1 the job itself failed, 2 bad input, 130 interrupted."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model says what the terminal's encoding may lack
     try:
         code: int = args.run(args)
     except IsthmusError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from io import TextIOWrapper
 from typing import Any
 
 from isthmus import env
@@ -18,8 +17,6 @@ def show(result: Result, as_json: bool, lines: Callable[[Result], Iterable[str]]
     if as_json:
         print(json.dumps(result | {"command": [*_shown(sys.argv[1:])], "environment": env.describe()}))
         return
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks is no reason to lose a result
     for line in lines(result):
         print(line)
 

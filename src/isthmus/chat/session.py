@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Generator
-from io import TextIOWrapper
 from pathlib import Path
 
 from isthmus.chat.answer import Answer
@@ -50,8 +49,6 @@ class Session:
 
     def run(self) -> int:
         """Take lines until they end. IsthmusError, where nobody is there to try again."""
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a model says what the terminal's encoding may lack
         if self._with_person:
             self._note(f"{self._speaker.greeting}; /help lists the commands")
         with contextlib.closing(self._lines()) as lines:
