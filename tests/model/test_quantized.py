@@ -39,6 +39,13 @@ def fp8(weight: Tensor) -> tuple[Stored, Tensor]:
     return {"": whole.contiguous(), "_scale_inv": scale.contiguous()}, meant
 
 
+def whole_fp8(weight: Tensor) -> tuple[Stored, Tensor]:
+    """e4m3 with one scale."""
+    scale = weight.float().abs().amax() / 448
+    stored = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"": stored, "_scale_inv": scale}, stored.float() * scale
+
+
 def mxfp4(weight: Tensor) -> tuple[Stored, Tensor]:
     """Two numbers a byte with a power of two for each 32 inputs of an output."""
     lines = torch.unflatten(weight.float().transpose(1, 2), 2, (-1, SCALED))
@@ -50,11 +57,18 @@ def mxfp4(weight: Tensor) -> tuple[Stored, Tensor]:
 
 
 def write(
-    folder: Path, model: PreTrainedModel, quantize: Quantize, names: set[str], settings: dict[str, Any], outer: str = ""
+    folder: Path,
+    model: PreTrainedModel,
+    quantize: Quantize,
+    names: set[str],
+    settings: dict[str, Any] | None,
+    outer: str = "",
+    inside: bool = False,
 ) -> Stored:
     """A checkpoint of `model` with these weights quantized; the state it stands for.
 
     outer: a model type whose text model this is.
+    inside: the settings stand in the config of the text model.
     """
     stored: Stored = {}
     meant = {name: value.clone() for name, value in model.state_dict().items()}
@@ -68,7 +82,8 @@ def write(
     config = model.config.to_dict() | {"dtype": "bfloat16", "quantization_config": settings}
     if outer:
         settings = config.pop("quantization_config") | {"modules_to_not_convert": ["lm_head", "model.visual"]}
-        config = {"model_type": outer, "text_config": config, "quantization_config": settings, "dtype": "bfloat16"}
+        config = {"model_type": outer, "text_config": config, "dtype": "bfloat16"}
+        (config["text_config"] if inside else config)["quantization_config"] = settings
         stored = {name.replace("model.", "model.language_model.", 1): value for name, value in stored.items()}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -97,12 +112,26 @@ def assert_loads(folder: Path, meant: Stored) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("outer", ["", "qwen3_5"])
-def test_fp8(tmp_path: Path, outer: str) -> None:
-    """Also where an outer config says so of a model with a tower for images."""
+@pytest.mark.parametrize(("outer", "inside"), [("", False), ("qwen3_5", False), ("qwen3_5", True)])
+def test_fp8(tmp_path: Path, outer: str, inside: bool) -> None:
+    """Also where an outer config says so of a model with a tower for images, or that of its text."""
     model = small("qwen3_5" if outer else "qwen3", hidden_size=2 * BLOCK, intermediate_size=BLOCK)
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    assert_loads(tmp_path / "m", write(tmp_path / "m", model, fp8, linears(model), settings, outer))
+    assert_loads(tmp_path / "m", write(tmp_path / "m", model, fp8, linears(model), settings, outer, inside))
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_fp8_with_one_scale_a_weight(tmp_path: Path, scheme: str) -> None:
+    model = small("qwen3", hidden_size=2 * BLOCK, intermediate_size=BLOCK)
+    settings = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": None}
+    assert_loads(tmp_path / "m", write(tmp_path / "m", model, whole_fp8, linears(model), settings))
+
+
+def test_a_config_that_says_null_is_a_plain_one(tmp_path: Path) -> None:
+    meant = write(tmp_path / "m", small("qwen3"), fp8, set(), None)
+    source = resolve(str(tmp_path / "m"))
+    found = build_model(source, torch.bfloat16, attn_implementation="eager", progress=False).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in meant.items())
 
 
 def test_fp8_whose_last_block_is_smaller_is_refused(tmp_path: Path) -> None:
@@ -123,9 +152,10 @@ def test_mxfp4(tmp_path: Path) -> None:
     assert_loads(tmp_path / "m", write(tmp_path / "m", model, mxfp4, names, settings))
 
 
+@pytest.mark.parametrize("outer", ["", "qwen3_5"])
 @pytest.mark.parametrize("settings", [{"quant_method": "awq", "bits": 4}, {"quant_method": "new"}, {"bits": 4}])
-def test_others_are_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
-    write(tmp_path / "m", small("qwen3"), fp8, set(), settings)
+def test_others_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], outer: str) -> None:
+    write(tmp_path / "m", small(outer or "qwen3"), fp8, set(), settings, outer, inside=True)
     with pytest.raises(ModelError) as caught:
         resolve(str(tmp_path / "m"))
     message = str(caught.value)

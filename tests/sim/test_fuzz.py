@@ -18,8 +18,10 @@ from isthmus import cli
 from isthmus.cache.kind import CacheKind
 from isthmus.cache.names import Namer
 from isthmus.cache.prefix import PrefixCache
+from isthmus.engine import rows
 from isthmus.engine.admission import Admission
 from isthmus.engine.placement import Placement
+from isthmus.engine.rows import Rows
 from isthmus.engine.scheduler import Scheduler
 from isthmus.memory import Copies, Group, Moves, Op, opaque_spec
 from isthmus.memory.arena import Chain
@@ -54,11 +56,17 @@ REACHED = {
 }  # fmt: skip
 
 
-def test_random_worlds_keep_every_promise() -> None:
+RECENT = (256, 1, 2, 3, 5, 8)
+"""Tokens of a row at hand, in turn: as many as ever, whose end no world comes to, and so few that all do."""
+
+
+def test_random_worlds_keep_every_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     reached: Counter[str] = Counter()
     for seed in range(WORLDS):
+        monkeypatch.setattr(rows, "_RECENT", recent := RECENT[seed % len(RECENT)])
         run = explore(seed)
-        assert run.failure is None, "\n".join([f"isthmus bench fuzz --seed {seed}", str(run.failure), *run.lines()])
+        again = f"isthmus bench fuzz --seed {seed}, with {recent} recent tokens"
+        assert run.failure is None, "\n".join([again, str(run.failure), *run.lines()])
         reached += run.seen
     assert {what for what in REACHED if not reached[what]} == set(), "the worlds do not go there any more"
 
@@ -209,6 +217,15 @@ def never_starts_what_was_preempted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "oldest", wrong)
 
 
+def names_pages_by_tokens_it_has_no_more(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rows, "_RECENT", 4)
+    patch.setattr(Rows, "has_recent", lambda self, which, start: start >= self._first[which])
+
+
+def names_pages_by_tokens_that_came_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rows, "has_recent", lambda self, which, start: start >= self.known[which] - rows._RECENT)
+
+
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
     plant.__name__ if name is None else name: (plant, seed)
     for name, plant, seed in (
@@ -229,6 +246,8 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
         (None, trusts_the_cache_after_a_problem, 52),
         (None, forgets_a_token_when_it_preempts, 9),
         (None, never_starts_what_was_preempted, 160),
+        (None, names_pages_by_tokens_it_has_no_more, 0),
+        (None, names_pages_by_tokens_that_came_before, 0),
     )
 }
 """What is planted, and a seed near which it shows."""

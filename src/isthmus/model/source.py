@@ -81,7 +81,7 @@ class ModelSource:
             text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides this for both
         if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(f"{self.directory / 'config.json'}: {model_type!r} is not a model that generates text")
-        _restore(text, getattr(config, "quantization_config", None), self.directory / "config.json")
+        _restore(text, _quantized(config) or _quantized(text), self.directory / "config.json")
         return text
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -176,17 +176,22 @@ def build_model(
     else:
         folder = rounded_folder(source.directory, dtype, progress=progress) if source.converted else source.directory
         _check_weights(source, folder)
-        if "weight_block_size" in getattr(config, "quantization_config", ()):
+        if _quantized(config):
             _check_blocks(folder)
         model = _load(folder, config, dtype, attn_implementation, progress)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _restore(config: PretrainedConfig, quantized: dict[str, Any] | None, path: Path) -> None:
+def _quantized(config: PretrainedConfig) -> dict[str, Any]:
+    """How the weights are quantized; empty: they are not."""
+    return getattr(config, "quantization_config", None) or {}
+
+
+def _restore(config: PretrainedConfig, quantized: dict[str, Any], path: Path) -> None:
     """Let quantized weights be loaded as plain ones. ModelError if Transformers cannot do that for them."""
-    if quantized is None:
+    if not quantized:
         return
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    method = quantized.get("quant_method")
     if method not in _RESTORED:
         raise ModelError(
             f"{path}: the weights are quantized by {method!r}; served are {' and '.join(_RESTORED)}, whose weights "
@@ -203,7 +208,9 @@ def _check_blocks(folder: Path) -> None:
             shapes |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118 (not a mapping)
     for name, grid in shapes.items():
         weight = name.removesuffix("_scale_inv")
-        for size, blocks in zip(shapes[weight][-2:], grid[-2:], strict=True) if weight != name else ():
+        if weight == name or len(grid) < 2:  # no scale, or one of the whole weight
+            continue
+        for size, blocks in zip(shapes.get(weight, grid)[-2:], grid[-2:], strict=True):
             if blocks > 1 and (size % blocks or (size // blocks).bit_count() != 1):
                 raise ModelError(
                     f"{folder}: {weight} has {size:,} numbers in {blocks:,} blocks of fp8, the last smaller, which "

@@ -21,6 +21,7 @@ def check_state(scheduler: Scheduler) -> None:
     idle = scheduler.placement.idle
     scheduler.pool.usage(idle).check()
     _check_running(scheduler)
+    _check_names(scheduler)
     _check_owners(scheduler)
     if not scheduler.running:
         for name, region in scheduler.pool.regions.items():
@@ -39,6 +40,17 @@ def _check_running(scheduler: Scheduler) -> None:
         assert 0 <= s.past <= s.length, f"{s.order}: {s.past} of {s.length} tokens cached"
         if s.status is not Status.FINISHED:
             assert s.known <= s.length <= min(s.known + 2, len(s.prompt) + s.limit), f"{s.order}: tokens miscounted"
+
+
+def _check_names(scheduler: Scheduler) -> None:
+    """A page is named by its own tokens and all before them, wherever they were taken from."""
+    if scheduler.cache is None:
+        return
+    for s in (s for request in scheduler.requests.values() for s in request.sequences):
+        if s.names is not None and s.status is not Status.FINISHED:
+            again = scheduler.cache.names(s.request.cache_salt)
+            again.extend(s.tokens(0, s.names.tokens))
+            assert again.pages == s.names.pages, f"{s.order}: a page has the name of other tokens"
 
 
 def _check_owners(scheduler: Scheduler) -> None:
