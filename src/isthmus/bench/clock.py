@@ -28,7 +28,8 @@ class Timing:
 def gpu_time(launches: Sequence[Callable[[], None]], samples: int = 7) -> Timing:
     """The mean time of these launches, measured several times.
 
-    None of them may allocate or wait for the device. They should read different memory, more than the L2 holds in all.
+    None of them may wait for the device; what they allocate is the graph's own. They should read different memory, more
+    than the L2 holds in all.
     """
     for launch in launches:
         launch()  # compiles
