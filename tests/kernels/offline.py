@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from isthmus.kernels import attention, ssd_chunks
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
 from isthmus.kernels.experts import expert_linear, work_size
+from isthmus.kernels.linear import config_of, linear
 from isthmus.kernels.plan import FIELDS
 from isthmus.kernels.reference import Scoring
 
@@ -102,6 +103,15 @@ def experts(pairs: int, transposed: bool) -> Callable[[], object]:
     return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed)
 
 
+def few_rows() -> object:
+    """A linear layer of few rows."""
+    counters = torch.zeros(64, dtype=torch.int32)
+    x, weight = torch.empty(4, 1024, dtype=BF16), torch.empty(512, 1024, dtype=BF16)
+    built = config_of(4, 2)
+    assert built is not None
+    return linear(x, weight, None, counters, built, cores=132)
+
+
 def mamba(n_dim: int) -> Callable[[], object]:
     """Chunks of Mamba-2."""
     integers = [torch.zeros(4, dtype=torch.int32) for _ in range(4)]
@@ -139,6 +149,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"prefill {name}", prefill
     for pairs in (8, 512, 8192):
         yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
+    yield "linear of few rows", few_rows
     for n_dim in (128, 256):
         yield f"Mamba-2 {n_dim}", mamba(n_dim)
 

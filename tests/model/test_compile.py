@@ -132,7 +132,7 @@ def compiled_with(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Callable[..., None] = nn.Module.compile
 
     def compile_(module: nn.Module, **options: Any) -> None:
-        plain(module, backend=backend, **options)
+        plain(module, **options | {"backend": backend})
 
     monkeypatch.setattr(nn.Module, "compile", compile_)
 

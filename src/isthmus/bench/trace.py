@@ -46,30 +46,33 @@ class Trace:
     @property
     def busy_us(self) -> float:
         """Microseconds in which anything ran."""
-        busy, reached = 0.0, float("-inf")
-        for event in sorted(self.events, key=lambda event: event.start):
-            end = event.start + event.duration
-            busy += max(0.0, end - max(reached, event.start))
-            reached = max(reached, end)
-        return busy
+        return sum(us for _, us in self._own())
 
     def by_class(self) -> dict[str, float]:
-        """Microseconds of each class, in the order of `CLASSES`."""
+        """Microseconds of each class, in the order of `CLASSES`; they add up to `busy_us`."""
         total = dict.fromkeys((*CLASSES, "other"), 0.0)
-        for event in self.events:
-            total[class_of(event.name)] += event.duration
+        for name, us in self._own():
+            total[class_of(name)] += us
         return total
 
     def top(self, count: int) -> list[dict[str, Any]]:
         """The kernels that took longest in all: name, class, calls, microseconds."""
         of_name: dict[str, list[float]] = defaultdict(list)
-        for event in self.events:
-            of_name[event.name].append(event.duration)
+        for name, us in self._own():
+            of_name[name].append(us)
         longest = sorted(of_name.items(), key=lambda item: -sum(item[1]))[:count]
         return [
             {"name": name[:200], "class": class_of(name), "calls": len(times), "us": sum(times)}
             for name, times in longest
         ]
+
+    def _own(self) -> Iterator[tuple[str, float]]:
+        """Names and microseconds; where two ran at once, the time is the first's, for which the other mostly waited."""
+        reached = float("-inf")
+        for event in sorted(self.events, key=lambda event: event.start):
+            end = event.start + event.duration
+            yield event.name, max(0.0, end - max(reached, event.start))
+            reached = max(reached, end)
 
 
 def class_of(name: str) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isthmus.kernels.attention_decode import decode_kernel
 from isthmus.kernels.attention_prefill import MERGERS, merge_kernel, prefill_kernel
+from isthmus.kernels.dependent import dependent_launch
 from isthmus.kernels.device import HOPPER, shared_bytes
 from isthmus.kernels.plan import FIELDS
 from isthmus.kernels.reference import Scoring
@@ -269,12 +270,14 @@ def decode_attention(
         DISTANCES=relative.distances,
         PRECISION=_precision(query),
         BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_R=triton.next_power_of_2(group),
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(pages.k_dim - tail),
         BLOCK_V=triton.next_power_of_2(pages.v_dim),
         BLOCK_T=max(16, triton.next_power_of_2(tail)),
         num_warps=num_warps,
         num_stages=num_stages,
+        **dependent_launch(),
     )
 
 

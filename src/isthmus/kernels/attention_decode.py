@@ -11,8 +11,9 @@ Blocks begin at multiples of BLOCK_N counted from token 0, so where pages have a
 in one page and one page number is looked up per block.
 
 A program's rows are the query heads of one KV head, or a tile of them where they would not fit a program's registers:
-GROUP heads of each of UNITS = KV_HEADS * TILES. Where values are the first elements of the keys (SHARED) they are
-loaded once; the TAIL elements of a key behind them are a product of their own.
+GROUP heads of each of UNITS = KV_HEADS * TILES. Products take BLOCK_M rows, sixteen at least; merging takes BLOCK_R.
+Where values are the first elements of the keys (SHARED) they are loaded once; the TAIL elements of a key behind them
+are a product of their own.
 """
 # ruff: noqa: N803, PLR0915 - compile-time constants of kernels are in capitals; the loop shares all its names
 # mypy: disallow-untyped-decorators=False
@@ -22,30 +23,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isthmus.kernels.arrive import arrive_last
 from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
 from isthmus.kernels.attention_softmax import add_block, look_up, relative_scores, scores, widen
+from isthmus.kernels.dependent import let_next, wait_for_previous
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
 
 
 @triton.jit
-def _arrive_last(p_counter: tl.tensor, parts: tl.tensor) -> tl.tensor:
-    """Whether this program is the last of `parts` to come here; the counter is 0 again then.
-
-    The barriers make one thread's atomic speak for all threads: their stores before it, their loads after it.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") == parts - 1
-    if last:
-        tl.store(p_counter, 0)
-    tl.debug_barrier()
-    return last
-
-
-@triton.jit
 def _join_parts(
-    p_row: tl.tensor,
+    p_to: tl.tensor,
+    out_head: tl.int64,
     p_rows: tl.tensor,
     p_stats: tl.tensor,
     p_counters: tl.tensor,
@@ -59,38 +49,68 @@ def _join_parts(
     b_out: tl.tensor,
     o_group: tl.tensor,
     o_value: tl.tensor,
-    inside: tl.tensor,
     v_scale: tl.float32,
     UNITS: tl.constexpr,
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     SINKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> None:
     """Leave part `index` of a sequence whose slots begin at `base`; merge if no other program is left to do it."""
     live = o_group < GROUP
-    o_head = i_head * GROUP + o_group
     slot = (base + index) * UNITS + i_head
     store_part(p_rows, p_stats, slot, b_max, b_sum, b_out, o_group, o_value, live, GROUP, V_DIM)
     leader = index // FAN * FAN
     slot = (base + leader) * UNITS + i_head
     members = tl.minimum(parts - leader, FAN)
-    if _arrive_last(p_counters + slot, members):
+    if arrive_last(p_counters + slot, members):
+        # A part is little, and nothing else is left to do while it comes.
+        stages: tl.constexpr = 2 if BLOCK_R * BLOCK_V > 8192 else 3 if BLOCK_R * BLOCK_V > 2048 else 8
+        o_row = tl.arange(0, BLOCK_R)
+        real = o_row < GROUP
+        o_head = i_head * GROUP + o_row
+        p_row = p_to + o_head[:, None] * out_head + o_value[None, :]
+        inside = real[:, None] & (o_value < V_DIM)[None, :]
         b_max1, b_sum1, b_out1 = merge_parts(
-            p_rows, p_stats, slot, UNITS, members, o_group, o_value, live, GROUP, V_DIM
+            p_rows, p_stats, slot, UNITS, members, o_row, o_value, real, GROUP, V_DIM, stages
         )
         if parts <= FAN:
-            store_mean(p_row, b_max1, b_sum1, b_out1, p_sinks, o_head, live, inside, v_scale, SINKS)
+            store_mean(p_row, b_max1, b_sum1, b_out1, p_sinks, o_head, real, inside, v_scale, SINKS)
         else:
             tl.debug_barrier()  # no thread may still be reading the slot that is overwritten
-            store_part(p_rows, p_stats, slot, b_max1, b_sum1, b_out1, o_group, o_value, live, GROUP, V_DIM)
+            store_part(p_rows, p_stats, slot, b_max1, b_sum1, b_out1, o_row, o_value, real, GROUP, V_DIM)
             runs = tl.cdiv(parts, FAN)
             slot = base * UNITS + i_head
             # Slot 1 of a sequence begins no run of FAN, so its counter is free to count the runs.
-            if _arrive_last(p_counters + slot + UNITS, runs):
+            if arrive_last(p_counters + slot + UNITS, runs):
                 b_max2, b_sum2, b_out2 = merge_parts(
-                    p_rows, p_stats, slot, FAN * UNITS, runs, o_group, o_value, live, GROUP, V_DIM
+                    p_rows, p_stats, slot, FAN * UNITS, runs, o_row, o_value, real, GROUP, V_DIM, stages
                 )
-                store_mean(p_row, b_max2, b_sum2, b_out2, p_sinks, o_head, live, inside, v_scale, SINKS)
+                store_mean(p_row, b_max2, b_sum2, b_out2, p_sinks, o_head, real, inside, v_scale, SINKS)
+
+
+@triton.jit
+def _item(p_items: tl.tensor, work: tl.tensor, stop: tl.tensor) -> tl.tensor:
+    """A row of `plan_decode`; nothing to read if there is none."""
+    p_item, there = p_items + work * 8, work < stop
+    token = tl.load(p_item, mask=there, other=0)
+    sequence = tl.load(p_item + 1, mask=there, other=0)
+    first = tl.load(p_item + 2, mask=there, other=0)
+    end = tl.load(p_item + 3, mask=there, other=0)
+    base = tl.load(p_item + 4, mask=there, other=0)
+    index = tl.load(p_item + 5, mask=there, other=0)
+    parts = tl.load(p_item + 6, mask=there, other=0)
+    last = tl.load(p_item + 7, mask=there, other=0)
+    return token.to(tl.int64), sequence, first, tl.where(first < end, end, 0), base, index, parts, last
+
+
+@triton.jit
+def _first_pages(
+    p_pages: tl.tensor, first: tl.tensor, end: tl.tensor, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    """Of an item's first block."""
+    return look_up(p_pages, first // BLOCK_N * BLOCK_N, first, end, PAGE_SIZE, BLOCK_N)
 
 
 @triton.jit(
@@ -133,12 +153,15 @@ def decode_kernel(
     SINKS: tl.constexpr,
     DISTANCES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     units: tl.constexpr = KV_HEADS * TILES
     o_group = tl.arange(0, BLOCK_M)
     o_key = tl.arange(0, BLOCK_K)
@@ -150,16 +173,14 @@ def decode_kernel(
     tail_inside = (o_tail < TAIL)[None, :]
     i_head = tl.program_id(0) % units
     p_own = p_bounds + tl.program_id(0) // units
-    for work in tl.range(tl.load(p_own), tl.load(p_own + 1)):
-        p_item = p_items + work * 8
-        token = tl.load(p_item).to(tl.int64)
-        p_pages = p_table + tl.load(p_item + 1) * table_stride
-        first = tl.load(p_item + 2)
-        end = tl.load(p_item + 3)
-        end = tl.where(first < end, end, 0)
-        base = tl.load(p_item + 4)
-        index = tl.load(p_item + 5)
-        parts = tl.load(p_item + 6)
+    stop = tl.load(p_own + 1)
+    token, sequence, first, end, base, index, parts, last = _item(p_items, tl.load(p_own), stop)
+    b_page = _first_pages(p_table + sequence * table_stride, first, end, PAGE_SIZE, BLOCK_N)
+    wait_for_previous(DEPENDENT)
+    for work in tl.range(tl.load(p_own), stop):
+        # The next item is asked for while this one is worked on.
+        token1, sequence1, first1, end1, base1, index1, parts1, last1 = _item(p_items, work + 1, stop)
+        p_pages = p_table + sequence * table_stride
         o_head = i_head * GROUP + o_group
         p_row = p_query + token * query_token + o_head[:, None] * query_head + o_key[None, :]
         b_query = tl.load(p_row, mask=live[:, None] & key_inside, other=0.0)
@@ -168,13 +189,10 @@ def decode_kernel(
             b_rest = tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0)
         if DISTANCES > 0:
             p_bias = p_relative + token * relative_token + o_head[:, None] * relative_head
-            last = tl.load(p_item + 7)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        begin = first // BLOCK_N * BLOCK_N
-        b_page = look_up(p_pages, begin, first, end, PAGE_SIZE, BLOCK_N)
-        for start in tl.range(begin, end, BLOCK_N):
+        for start in tl.range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
             o_token = start + tl.arange(0, BLOCK_N)
             seen = (o_token >= first) & (o_token < end)
             # The factor VECTOR tells the compiler how wide it may load.
@@ -201,13 +219,16 @@ def decode_kernel(
             b_max, b_sum, b_out = add_block(
                 b_score, widen(b_value, b_query.dtype), b_max, b_sum, b_out, True, PRECISION
             )
-        p_row = p_out + token * out_token + o_head[:, None] * out_head + o_value[None, :]
-        inside = live[:, None] & value_inside
+        b_page = _first_pages(p_table + sequence1 * table_stride, first1, end1, PAGE_SIZE, BLOCK_N)
+        p_to = p_out + token * out_token
         if parts == 1:
-            store_mean(p_row, b_max, b_sum, b_out, p_sinks, o_head, live, inside, v_scale, SINKS)
+            p_mean = p_to + o_head[:, None] * out_head + o_value[None, :]
+            written = live[:, None] & value_inside
+            store_mean(p_mean, b_max, b_sum, b_out, p_sinks, o_head, live, written, v_scale, SINKS)
         else:
             _join_parts(
-                p_row,
+                p_to,
+                out_head,
                 p_rows,
                 p_stats,
                 p_counters,
@@ -221,10 +242,21 @@ def decode_kernel(
                 b_out,
                 o_group,
                 o_value,
-                inside,
                 v_scale,
                 units,
                 GROUP,
                 V_DIM,
                 SINKS,
+                BLOCK_R,
+                BLOCK_V,
             )
+        token, sequence, first, end, base, index, parts, last = (
+            token1,
+            sequence1,
+            first1,
+            end1,
+            base1,
+            index1,
+            parts1,
+            last1,
+        )

@@ -13,9 +13,6 @@ import triton.language as tl
 
 from isthmus.kernels.attention_softmax import finish
 
-_IN_FLIGHT = tl.constexpr(16384)
-"""Numbers of parts on their way while parts are merged: 64 KiB, which is what there is beside K and V."""
-
 
 @triton.jit
 def store_part(
@@ -51,17 +48,18 @@ def merge_parts(
     live: tl.tensor,
     ROWS: tl.constexpr,
     V_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> tl.tensor:
     """(maximum, sum, weighted rows) of slots `slot`, `slot + step`, .., in that order.
 
     Rows that are not `live` come out as an empty part. Other programs wrote the slots, so nothing is taken from L1.
+    STAGES - 1 parts are on their way while one is merged.
     """
     inside = live[:, None] & (o_value < V_DIM)[None, :]
     b_max = tl.where(live, float("-inf"), 0.0)
     b_sum = tl.zeros_like(b_max)
     b_out = tl.zeros([o_row.shape[0], o_value.shape[0]], tl.float32)
-    stages: tl.constexpr = 3 if o_row.shape[0] * o_value.shape[0] * 2 <= _IN_FLIGHT else 2
-    for i in tl.range(0, parts, num_stages=stages):
+    for i in tl.range(0, parts, num_stages=STAGES):
         at = (slot + i * step).to(tl.int64) * ROWS
         b_part_max = tl.load(p_stats + at * 2 + o_row, mask=live, other=0.0, cache_modifier=".cg")
         b_part_sum = tl.load(p_stats + at * 2 + ROWS + o_row, mask=live, other=0.0, cache_modifier=".cg")

@@ -246,7 +246,7 @@ def merge_kernel(
     for start in tl.range((tl.program_id(1) * parts + index) * MERGED_ROWS, rows, stride):
         o_row = start + tl.arange(0, MERGED_ROWS)
         live = o_row < rows
-        b_max, b_sum, b_out = merge_parts(p_rows, p_stats, slot, UNITS, parts, o_row, o_value, live, BLOCK_M, V_DIM)
+        b_max, b_sum, b_out = merge_parts(p_rows, p_stats, slot, UNITS, parts, o_row, o_value, live, BLOCK_M, V_DIM, 3)
         o_head = i_head * GROUP + o_row % GROUP
         o_flat = (tile_start + o_row // GROUP).to(tl.int64)
         p_row = p_out + o_flat[:, None] * out_token + o_head[:, None] * out_head + o_value[None, :]

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
 from isthmus.kernels.views import Pages, stride
 
 ELEMENTS = 2048
@@ -46,10 +47,12 @@ def _write_kernel(
     VECTOR: tl.constexpr,
     LIMIT: tl.constexpr,
     VALUES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_token = (o_row // KV_HEADS).to(tl.int64)
     o_head = o_row % KV_HEADS
@@ -57,6 +60,7 @@ def _write_kernel(
     written = (b_slot >= 0)[:, None]
     b_page = b_slot // PAGE_SIZE * page_vectors * VECTOR
     b_place = b_slot % PAGE_SIZE * KV_HEADS + o_head
+    wait_for_previous(DEPENDENT)
     o_key = tl.arange(0, BLOCK_K)
     p_from = p_key + o_token[:, None] * key_token + o_head[:, None] * key_head + o_key[None, :]
     inside_key = written & (o_key < K_DIM)[None, :]
@@ -122,4 +126,5 @@ def write_kv(
         BLOCK_K=block_k,
         BLOCK_V=triton.next_power_of_2(pages.v_dim),
         num_warps=4,
+        **dependent_launch(),
     )

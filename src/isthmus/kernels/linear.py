@@ -1,0 +1,190 @@
+"""Linear layers of few rows, as decodes have them.
+
+They take as long as their weights, if those come at the rate of the memory: a program reads BLOCK_N rows of the weight
+once, for all rows of the input. Where that would be too few programs, each takes a part of the inputs; parts are added
+up in their order by whoever finishes last, so a result does not depend on who that is.
+
+A library's product is as fast for more rows. For few, a good deal of its time is the start: the kernel waits for the
+one before it to end, asks for its first weights then, and often launches a second to add up.
+"""
+# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isthmus.kernels.arrive import arrive_last
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
+from isthmus.kernels.views import stride
+
+MOST_ROWS = 16
+"""Of an input, in any build."""
+
+TILES = 1 << 16
+"""Counters that a launch may need: more tiles of outputs there are not."""
+
+_LEAST_INPUTS = 256  # of a part
+
+
+class Config(NamedTuple):
+    """How `linear` is built."""
+
+    block_m: int  # rows
+    block_n: int  # outputs
+    block_k: int  # inputs at a time
+    num_warps: int
+    num_stages: int
+
+
+def config_of(rows: int, itemsize: int) -> Config | None:
+    """The build for so many rows, or None where a library is as fast: of some twenty on an H200 (docs/gpu.md)."""
+    return Config(16, 64, 128, 4, 4) if itemsize == 2 and rows <= MOST_ROWS else None
+
+
+def parts_of(outputs: int, inputs: int, config: Config, cores: int) -> int:
+    """Into how many parts the inputs are cut, to give every one of `cores` multiprocessors a program and a few two."""
+    tiles = triton.cdiv(outputs, config.block_n)
+    most = max(1, cores * 5 // 4 // tiles)
+    blocks = triton.cdiv(inputs, config.block_k)
+    each = max(triton.cdiv(blocks, most), min(blocks, triton.cdiv(_LEAST_INPUTS, config.block_k)))
+    return int(triton.cdiv(blocks, each))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _linear_kernel(
+    p_x: tl.tensor,
+    p_weight: tl.tensor,
+    p_bias: tl.tensor,
+    p_out: tl.tensor,
+    p_parts: tl.tensor,
+    p_counters: tl.tensor,
+    x_row: tl.int64,
+    rows: tl.int32,
+    outputs: tl.int32,
+    inputs: tl.int32,
+    parts: tl.int32,
+    BIAS: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    let_next(DEPENDENT)
+    i_tile, i_part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    o_row = tl.arange(0, BLOCK_M)
+    o_out = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_in = tl.arange(0, BLOCK_K)
+    live, there = o_row < rows, o_out < outputs
+    some = tl.cdiv(tl.cdiv(inputs, BLOCK_K), parts) * BLOCK_K
+    begin = i_part * some
+    end = tl.where(begin + some < inputs, begin + some, inputs)
+    p_weights = p_weight + o_out.to(tl.int64)[:, None] * inputs
+    p_inputs = p_x + o_row.to(tl.int64)[:, None] * x_row
+    # The weight is the product's left side: it has more rows, which suits the matrix units better.
+    b_out = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_previous(DEPENDENT)
+    for start in tl.range(begin, end, BLOCK_K):
+        o_at = (start + o_in)[None, :]
+        if EVEN:
+            b_weight = tl.load(p_weights + o_at, mask=there[:, None], other=0.0)
+            b_x = tl.load(p_inputs + o_at, mask=live[:, None], other=0.0)
+        else:
+            known = o_at < end
+            b_weight = tl.load(p_weights + o_at, mask=there[:, None] & known, other=0.0)
+            b_x = tl.load(p_inputs + o_at, mask=live[:, None] & known, other=0.0)
+        b_out = tl.dot(b_weight, tl.trans(b_x), b_out)
+    b_out = tl.trans(b_out)
+    at = o_row.to(tl.int64)[:, None] * outputs + o_out[None, :]
+    inside = live[:, None] & there[None, :]
+    if CUT:
+        size = rows.to(tl.int64) * outputs
+        tl.store(p_parts + i_part * size + at, b_out, mask=inside)
+        last = arrive_last(p_counters + i_tile, parts)
+        if last:
+            b_out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for i in tl.range(0, parts):
+                # Other programs wrote them, so nothing is taken from L1.
+                b_out += tl.load(p_parts + i * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(p_bias, p_out + at, b_out, o_out, there, inside, BIAS)
+    else:
+        _store(p_bias, p_out + at, b_out, o_out, there, inside, BIAS)
+
+
+@triton.jit
+def _store(
+    p_bias: tl.tensor,
+    p_to: tl.tensor,
+    b_out: tl.tensor,
+    o_out: tl.tensor,
+    there: tl.tensor,
+    inside: tl.tensor,
+    BIAS: tl.constexpr,
+) -> None:
+    if BIAS:
+        b_out += tl.load(p_bias + o_out, mask=there, other=0.0).to(tl.float32)[None, :]
+    tl.store(p_to, b_out.to(p_to.dtype.element_ty), mask=inside)
+
+
+@functools.cache
+def _cores(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counters: Tensor,
+    config: Config,
+    *,
+    cores: int | None = None,
+) -> Tensor:
+    """x `[rows, inputs]` with unit last stride, at most `config.block_m` rows of them; weight `[outputs, inputs]`,
+    contiguous; bias `[outputs]` -> `[rows, outputs]`.
+
+    `counters` int32 `[TILES]`, 0 between launches: launches of one stream share them. Nothing is read by the host, so
+    it can be captured in a CUDA graph. `cores` are the GPU's multiprocessors.
+    """
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    assert weight.is_contiguous(), "a weight's rows lie one behind the other"
+    assert rows <= config.block_m, "not the build for so many rows"
+    assert stride(x, 1) in (0, 1), "a row lies together"
+    out = x.new_empty(rows, outputs)
+    if rows == 0:
+        return out
+    tiles = triton.cdiv(outputs, config.block_n)
+    assert tiles <= len(counters), "more tiles than counters"
+    parts = parts_of(outputs, inputs, config, _cores(x.device) if cores is None else cores)
+    partial = x.new_empty((parts, rows, outputs), dtype=torch.float32) if parts > 1 else None
+    _linear_kernel[(tiles * parts,)](
+        x,
+        weight,
+        bias,
+        out,
+        partial,
+        counters,
+        stride(x, 0),
+        rows,
+        outputs,
+        inputs,
+        parts,
+        BIAS=bias is not None,
+        CUT=parts > 1,
+        EVEN=inputs % (config.block_k * parts) == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **dependent_launch(),
+    )
+    return out

@@ -1,0 +1,55 @@
+"""Linear layers on a GPU: for few rows, by a kernel of our own; for many, by torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from isthmus.kernels import linear as kernels
+
+
+class DeviceLinear(nn.Linear):
+    """`nn.Linear` with another product. Inference only."""
+
+    counters: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[.., in_features]` -> `[.., out_features]`."""
+        out: Tensor = torch.ops.isthmus.linear(input, self.weight, self.bias, self.counters)
+        return out
+
+
+def use(model: nn.Module) -> int:
+    """Let 16-bit linear layers of `model` run here, on its GPU; how many there are.
+
+    Subclasses are left alone: they may compute something else with their weight.
+    """
+    found = [module for module in model.modules() if type(module) is nn.Linear and module.weight.itemsize == 2]
+    if not found:
+        return 0
+    counters = torch.zeros(kernels.TILES, dtype=torch.int32, device=found[0].weight.device)
+    for module in found:
+        module.__class__ = DeviceLinear
+        module.register_buffer("counters", counters, persistent=False)
+    return len(found)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    config = kernels.config_of(rows, weight.itemsize)
+    if config is None:
+        return nn.functional.linear(x, weight, bias)
+    out = kernels.linear(x.reshape(rows, x.shape[-1]), weight, bias, counters, config)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_library = torch.library.Library("isthmus", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor counters) -> Tensor"
+)
+_library.impl("linear", _linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("isthmus::linear", _shape, lib=_library)
