@@ -79,6 +79,21 @@ def test_decodes_read_their_own_row_and_chunks_do_not() -> None:
     assert not any(len(group.decodes.items) for group in chunks.groups.values())
 
 
+def test_groups_that_read_the_same_have_one_plan() -> None:
+    """As long as nobody is longer than the window."""
+    nothing = BlockWrites(ints(), ints(), ints())
+    inside, beyond, mixed = (
+        plan(*lengths, [], nothing) for lengths in (([1, 1], [5, 2]), ([1, 1], [6, 2]), ([1, 3], [5, 9]))
+    )
+    for made, one in ((inside, True), (beyond, False), (mixed, True)):
+        full, window = (made.groups[name].decodes for name in ("full", "window"))
+        assert (full is window) == one
+    other = {"full": GRAIN, "window": Grain(16, 3, 4)}
+    step = Step(Delta(), nothing, ints(0, 0), ints(0, 1, 2), ints(5, 2), ints(0, 1), ())
+    made = DevicePlan.of(step, GROUPS, TABLES, other)
+    assert [len(made.groups[name].decodes.bounds) for name in ("full", "window")] == [9, 4], "for as many programs"
+
+
 def test_tiles_are_cut_by_what_their_group_sees() -> None:
     """Behind 5,000 tokens: all of them, the last 4,095, or what comes from token 4,096 on."""
     spec = kv_spec([LayerKV(0, 1, 8, 8)], 4)

@@ -201,6 +201,12 @@ class TestQueue:
         assert [result.token_id for result in results] == [5, -1, 7]
         assert results[1].problem is not None
 
+    def test_lanes_that_pad_a_graph_are_nobodys(self, device: str) -> None:
+        """Whatever is in them."""
+        tokens = torch.tensor([5, 7, -1, 9], dtype=torch.int32, device=device)
+        results = DeviceSampler([EOS], V, device).chosen(tokens, 2).results()
+        assert (results.ids.tolist(), len(results), results.more) == ([5, 7], 2, {})
+
     def test_results_outlive_the_memory_they_came_in(self, device: str) -> None:
         """It is used again, once somebody has waited for what was there; by steps of any size."""
         sampler, told = DeviceSampler([EOS], V, device), []

@@ -10,10 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from isthmus.cache.prefix import PrefixCache
+from isthmus.engine.config import SchedulerConfig
 from isthmus.engine.placement import Placement
 from isthmus.engine.sequence import Request, Status
 from isthmus.engine.step import Result, Results, Sampled, Step
-from isthmus.memory import Copies, Writes
+from isthmus.memory import Copies, Plan, Writes
 from isthmus.params import SamplingParams
 from tests.engine.scripted import VOCAB, expected
 from tests.engine.test_core import Answers, EngineFor, engine_for, run
@@ -254,6 +255,66 @@ def test_where_there_is_no_room_pages_are_had_one_by_one() -> None:
     world.finish()
     assert world.scheduler.counters.preemptions > 0
     world.assert_answers()
+
+
+# -- locks on cached pages that a window has passed ---------------------------------------------------------------
+
+
+def behind(world: WarmWorld) -> int:
+    """Columns that windows had passed before the newest step and that are not given back, of whoever has most."""
+    placement, running = world.scheduler.placement, world.scheduler.running
+    rows, past = running.rows, running.past - 1
+    return max(
+        int((np.minimum(placement._kinds[name].dead(past), placement.blocks.columns[rows]) - passed[rows]).max())
+        for name, passed in placement._passed.items()
+    )
+
+
+def far_behind_a_window(overlap: bool = False) -> WarmWorld:
+    """Somebody decodes, and keeps a lock on a page of the prefix cache that nobody can see."""
+    world = WarmWorld("full+window", 4, 6, 120, overlap=overlap)
+    world.ask(list(range(1, 10)), 100)
+    while len(world.scheduler.running) == 0 or world.scheduler.running[0].past < 40 or not behind(world):
+        world.advance()
+    return world
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_locks_are_kept_for_a_page_at_most(overlap: bool) -> None:
+    world, seen = far_behind_a_window(overlap), set()
+    for _ in range(40):
+        seen.add(behind(world))
+        world.advance()
+    assert seen == {0, 1}
+    world.ask([1, 2], 30)
+    world.ask([3, 4], 30)
+    world.scheduler.config = SchedulerConfig(1, 24)  # who comes waits for a row
+    for _ in range(10):
+        world.advance()
+        assert not behind(world), "somebody waits, who is told what could be evicted"
+
+
+def test_what_is_kept_gives_way_to_whoever_needs_it() -> None:
+    world = far_behind_a_window()
+    scheduler, pool = world.scheduler, world.pool
+    assert scheduler.cache is not None
+    locked, idle = dict(scheduler.cache.idle), dict(scheduler.cache.idle)
+    idle["window1"] += 1
+    most = 1
+    while pool.could({"window1": most + 1}, idle):
+        most += 1
+    assert not pool.could({"window1": most}, locked), "it takes the page that is locked"
+    assert isinstance(scheduler._room.plan({"window1": most}), Plan)
+    world.finish()
+
+
+def test_a_reset_forgets_what_is_kept_too() -> None:
+    world = far_behind_a_window()
+    world.scheduler.reset_prefix_cache()
+    assert not behind(world)
+    assert world.scheduler.cache is not None
+    assert not any(world.scheduler.cache.idle.values())
+    world.finish()
 
 
 # -- those that wait ---------------------------------------------------------------------------------------------

@@ -57,4 +57,4 @@ class TokenKind(CacheKind):
         self.page_size = page_size
 
     def columns(self, length: Columns) -> Columns:
-        return -(-length // self.page_size)
+        return (length + (self.page_size - 1)) // self.page_size

@@ -70,10 +70,9 @@ class Names:
 
 def extend_each(chains: Sequence[Names], tokens: NDArray[np.int32]) -> None:
     """The same for many of one cache at once: chain i is named one full page more, the tokens `[i, page_size]`."""
-    content, step, start = tokens.tobytes(), tokens.shape[1] * tokens.itemsize, 0
-    for names in chains:  # hundreds at a time
-        pages = names.pages
-        state = names._namer.keyed.copy()
-        state.update((pages[-1] if pages else names._root) + content[start : start + step])
+    copy = chains[0]._namer.keyed.copy
+    contents: list[bytes] = tokens.view(f"V{tokens.shape[1] * tokens.itemsize}")[:, 0].tolist()
+    for names, content in zip(chains, contents, strict=True):  # hundreds at a time
+        pages, state = names.pages, copy()
+        state.update((pages[-1] if pages else names._root) + content)
         pages.append(state.digest())
-        start += step

@@ -67,22 +67,26 @@ class Nodes:
 
         The same as `reach` of one after the other.
         """
-        runs = list(zip(chains, first.tolist(), end.tolist(), strict=True))
-        names = [name for chain, start, stop in runs for name in chain[start:stop]]
+        starts, counts = first.tolist(), end - first
+        if single := np.add.reduce(counts) == len(chains):  # what decodes bring
+            names = [chain[start] for chain, start in zip(chains, starts, strict=True)]
+        else:
+            runs = zip(chains, starts, end.tolist(), strict=True)
+            names = [name for chain, start, stop in runs for name in chain[start:stop]]
         slots = self._find(names)
         new = (slots == 0).nonzero()[0]
         fresh = names if len(new) == len(names) else [names[i] for i in new.tolist()]
-        above = self._find([chain[start - 1] if start else _ROOT for chain, start, _ in runs])
-        orphans = np.count_nonzero((first > 0) & (above == 0))
+        above = self._find([chain[start - 1] if start else _ROOT for chain, start in zip(chains, starts, strict=True)])
+        orphans = np.count_nonzero((above == 0) & (first > 0))
         if orphans or len(set(fresh)) < len(fresh):  # of equals the second finds the first
+            runs = zip(chains, starts, end.tolist(), strict=True)
             columns = ((chain, column) for chain, start, stop in runs for column in range(start + 1, stop + 1))
             return np.array([self.reach(chain, column, clock) for chain, column in columns], np.int64)
         if len(new):
             slots[new] = self._take(len(new))
-            if len(slots) == len(runs):
+            if single:
                 parent, depth = above, end
             else:
-                counts = end - first
                 start = np.cumsum(counts) - counts
                 depth = np.arange(len(slots)) + np.repeat(first - start, counts) + 1
                 parent = np.concatenate(([0], slots[:-1]))

@@ -24,7 +24,8 @@ class Window(TokenKind):
         super().__init__(page_size)
         assert window >= 1, "a window sees at least the query's own token"
         self.window = window
-        self.keep_boundary = keep_boundary
+        # Tokens of a sequence whose first is the next to be dead; of a boundary, in whole pages and the newest token.
+        self._seen = -(-(window - 1) // page_size) * page_size + 1 if keep_boundary else window - 1
 
     @classmethod
     def of(cls, group: Group, *, keep_boundary: bool = False) -> Window:
@@ -32,9 +33,7 @@ class Window(TokenKind):
         return cls(group.spec.page_size, group.window, keep_boundary=keep_boundary)
 
     def dead(self, length: Columns) -> Columns:
-        if self.keep_boundary:
-            length = (length - 1) // self.page_size * self.page_size
-        return np.maximum(length - (self.window - 1), 0) // self.page_size
+        return np.maximum(length - self._seen, 0) // self.page_size
 
     def extend(self, past: Columns, new: Columns) -> tuple[Columns, Columns]:
         have, high = self.columns(past), self.columns(past + new)

@@ -64,7 +64,10 @@ class BlockTables:
         if not writes:
             none = np.zeros(0, np.int32)
             return BlockWrites(none, none, none)
-        row, column, virtual = (np.concatenate(part, dtype=np.int32) for part in zip(*writes, strict=True))
+        if len(writes) == 1:
+            row, column, virtual = (part.astype(np.int32) for part in writes[0])
+        else:
+            row, column, virtual = (np.concatenate(part, dtype=np.int32) for part in zip(*writes, strict=True))
         return BlockWrites(row, column, virtual)
 
     def _set(self, rows: Int64, columns: Int64, ids: NDArray[np.int32]) -> None:

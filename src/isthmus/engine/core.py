@@ -196,7 +196,7 @@ class Engine:
         step, results = flight.step, flight.launched.wait()
         self._end_faulty()
         outputs = self._take_faulty()
-        self._score(flight, results[len(step.samples) :])
+        self._score(flight, results)
         outputs += self._settle(step, results[: len(step.samples)])
         self._audit()
         return outputs + self._take_faulty()
@@ -254,8 +254,8 @@ class Engine:
         return outputs
 
     def _score(self, flight: _Flight, results: Sequence[Result]) -> None:
-        """Keep the log probabilities of prompt tokens until the request has output."""
-        start = 0
+        """Keep the log probabilities of prompt tokens, which come behind the samples, until the request has output."""
+        start = len(flight.step.samples)
         for span, entries in zip(flight.step.scores, flight.scores, strict=True):
             for i in range(len(span.targets)):
                 scored = results[start + i]

@@ -157,7 +157,7 @@ class DevicePlan:
         start, past = step.query_start[:-1], step.past
         counts = step.query_start[1:] - start
         assert len(counts) > 0
-        assert counts.min() > 0
+        assert np.minimum.reduce(counts) > 0
         decode = len(step.tokens) == len(counts)
         sequence_of = np.arange(len(counts), dtype=np.int32)
         positions = past
@@ -167,7 +167,7 @@ class DevicePlan:
         index, value = _table_writes(step, tables)
         work = _Work.of(start, counts, past, sequence_of if decode else None)
         plans = work.plan([g for g in groups if g.space == "tokens"], tables.page_size, grains, chunked)
-        end = -(-work.end // tables.page_size)
+        end = (work.end + (tables.page_size - 1)) // tables.page_size
         states = next((StatePlan.of(step, g, tables) for g in groups if g.kind == "state"), None)
         ops = _page_ops(step)
         return cls(index, value, ops, step.tokens, positions, sequence_of, step.rows, end, plans, decode, states)
@@ -195,20 +195,17 @@ def most_tiles(tokens: int, sequences: int, grain: Grain) -> int:
 
 def _table_writes(step: Step, tables: Tables) -> tuple[Int32, Int32]:
     writes = step.block_writes
-    index = [writes.row * tables.columns + writes.column]  # int32 holds it: so many entries there are not
-    value = [writes.virtual]
-    for op in step.delta.ops:
-        if isinstance(op, Writes):
-            index.append(op.virtual + tables.at[op.group])
-            value.append(op.physical)
-    if len(index) == 1 and not len(writes.row):
+    entries = [op for op in step.delta.ops if isinstance(op, Writes)]
+    if not entries and not len(writes.row):
         return writes.row, writes.virtual
-    where, what = np.concatenate(index), np.concatenate(value)
+    index = [writes.row * tables.columns + writes.column]  # int32 holds it: so many entries there are not
+    where = np.concatenate(index + [op.virtual + tables.at[op.group] for op in entries])
+    what = np.concatenate([writes.virtual, *(op.physical for op in entries)])
     # The last write of an entry is the one that counts; nothing reads tables in between.
     order = np.arange(len(where), dtype=np.int32)
     tables.mark[where] = order
     last = tables.mark[where] == order
-    return (where, what) if last.all() else (where[last], what[last])
+    return (where, what) if np.count_nonzero(last) == len(last) else (where[last], what[last])
 
 
 def _page_ops(step: Step) -> tuple[PageOp, ...]:
@@ -251,22 +248,35 @@ class _Work:
         chunked: Collection[str],
     ) -> dict[str, GroupPlan]:
         """What each group reads."""
-        firsts = np.zeros((len(groups), len(self.past)), np.int32)  # as in `isthmus.kernels.reference.Sight`
-        for first, group in zip(firsts, groups, strict=True):
-            if group.window is not None and group.name in chunked:
-                np.subtract(self.past, self.past % group.window, out=first)
-            elif group.window is not None:
-                np.maximum(self.past - (group.window - 1), 0, out=first)
+        none = np.zeros(len(self.past), np.int32)
+        firsts = [self._first(group, group.name in chunked, none) for group in groups]
         decodes, tiles = self._decodes(groups, firsts, grains), self._tiles(groups, grains, chunked)
-        parts = zip(groups, firsts // page_size, decodes, tiles, strict=True)
-        return {group.name: GroupPlan(first, work, cut) for group, first, work, cut in parts}
+        parts = zip(groups, firsts, decodes, tiles, strict=True)
+        return {group.name: GroupPlan(first // page_size, work, cut) for group, first, work, cut in parts}
 
-    def _decodes(self, groups: Sequence[Group], firsts: Int32, grains: Mapping[str, Grain]) -> list[DecodeWork]:
+    def _first(self, group: Group, chunked: bool, none: Int32) -> Int32:
+        """The first token that a query of each sequence sees, as in `isthmus.kernels.reference.Sight`; `none`: 0s."""
+        if group.window is None:
+            return none
+        return self.past - self.past % group.window if chunked else np.maximum(self.past - (group.window - 1), 0)
+
+    def _decodes(
+        self, groups: Sequence[Group], firsts: Sequence[Int32], grains: Mapping[str, Grain]
+    ) -> list[DecodeWork]:
+        """Groups that read the same have one plan: as long as nobody is longer than the window, say."""
         d, start, end = self.decodes, self.start, self.end
-        if len(d) < len(start):
-            start, end, firsts = start[d], end[d], firsts[:, d]
-        shared = zip(groups, firsts, strict=True)
-        return [plan_decode(start, d, first, end, programs=grains[group.name].programs) for group, first in shared]
+        some = len(d) < len(start)
+        if some:
+            start, end = start[d], end[d]
+        plans: dict[tuple[int, bytes], DecodeWork] = {}
+        found = []
+        for group, every in zip(groups, firsts, strict=True):
+            first, programs = every[d] if some else every, grains[group.name].programs
+            key = programs, first.tobytes()
+            if key not in plans:
+                plans[key] = plan_decode(start, d, first, end, programs=programs)
+            found.append(plans[key])
+        return found
 
     def _tiles(
         self, groups: Sequence[Group], grains: Mapping[str, Grain], chunked: Collection[str]

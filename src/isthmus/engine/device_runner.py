@@ -191,9 +191,8 @@ class DeviceRunner:
         size, n = graphs.size(len(step.rows)), len(step.rows)
         views = self._upload(plan.padded(size), size, self._places[True, size])
         outputs = graphs.replay(size)
-        tokens = outputs.tokens[:n]
         if step.plain:
-            return Launch(self._sampler.chosen(tokens))
+            return Launch(self._sampler.chosen(outputs.tokens, n))
         return Launch(self._draw(step, outputs.logits[:n], views["feed"]))
 
     def _decode(self, inputs: Inputs) -> Outputs:
@@ -409,6 +408,7 @@ class DeviceRunner:
             self._states.step = inputs.states.step(self._table)
             for mixer in self._mixers:  # another executor may have had them
                 mixer.batch = self._states
+        # Ordinary launches: kernels that begin early rely on them to stand behind the tables' writes.
         last = self._last.index_select(0, inputs.feed)
         ids = torch.where(inputs.tokens < 0, last, inputs.tokens).clamp_(min=0)
         hidden: Tensor = self._decoder(

@@ -43,8 +43,15 @@ class _Pinned:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.host = torch.empty(size, dtype=dtype, pin_memory=on_gpu)
+        self._first = size, self.host
         self.array: NDArray[Any] = self.host.numpy()
         self.event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def first(self, n: int) -> Tensor:
+        """Its first numbers: mostly as many as the time before."""
+        if self._first[0] != n:
+            self._first = n, self.host[:n]
+        return self._first[1]
 
 
 class _Copy:
@@ -55,11 +62,13 @@ class _Copy:
     """
 
     def __init__(self, tensor: Tensor, spare: list[_Pinned] | None = None) -> None:
-        self._shape, self._spare, n = tensor.shape, spare, tensor.numel()
+        self._shape, self._spare = tensor.shape, spare
+        flat = tensor if len(self._shape) == 1 else tensor.reshape(-1)
+        self._count = n = self._shape.numel()
         pinned = spare.pop() if spare else None
         if pinned is None or len(pinned.array) < n:
             pinned = _Pinned(n if spare is None else max(n, _SPARE), tensor.dtype, tensor.device)
-        pinned.host.narrow(0, 0, n).copy_(tensor.reshape(-1), non_blocking=True)
+        pinned.first(n).copy_(flat, non_blocking=True)
         if pinned.event is not None:
             pinned.event.record(torch.cuda.current_stream(tensor.device))
         self._pinned: _Pinned | None = pinned
@@ -70,7 +79,7 @@ class _Copy:
         assert pinned is not None
         if pinned.event is not None:
             pinned.event.synchronize()
-        array = pinned.array[: self._shape.numel()].reshape(self._shape)
+        array = pinned.array[: self._count].reshape(self._shape)
         if self._spare is None:
             return array
         array = array.copy()
@@ -104,17 +113,18 @@ class Scored:
 class Drawn:
     """The tokens of a step."""
 
-    tokens: Tensor  # int32 [R] on the device, NO_TOKEN where a row has no finite maximum
+    tokens: Tensor  # int32 [>= R] on the device, NO_TOKEN where a row has no finite maximum
     _copy: _Copy
+    _count: int  # R
     _scored: Scored | None = None
     _rows: Sequence[int] = ()  # that are scored
 
     def results(self) -> Results:
         """One per row, in order, as `isthmus.engine.sampler.Sampler` has them; waits for the device. Called once."""
-        tokens, more = self._copy.wait(), dict[int, Sampled]()
+        tokens, more = self._copy.wait()[: self._count], dict[int, Sampled]()
         for row, scored in zip(self._rows, self._scored.results() if self._scored else (), strict=True):
             more[row] = scored
-        for row in np.flatnonzero(tokens == NO_TOKEN).tolist():
+        for row in (tokens == NO_TOKEN).nonzero()[0].tolist():
             more[row] = Sampled(NO_TOKEN, problem=NOT_FINITE)
         return Results(tokens, more)
 
@@ -198,11 +208,12 @@ class DeviceSampler:
             return self.chosen(tokens)
         wanted = [samples[i].params.logprobs or 0 for i in rows]
         scored = _score(self._packer, logits, self._vocab_size, rows, tokens, wanted)
-        return Drawn(tokens, _Copy(tokens, self._spare), scored, rows)
+        return Drawn(tokens, _Copy(tokens, self._spare), len(samples), scored, rows)
 
-    def chosen(self, tokens: Tensor) -> Drawn:
-        """Of tokens chosen already, int32 [R]: their buffer may be reused in stream order."""
-        return Drawn(tokens, _Copy(tokens, self._spare))
+    def chosen(self, tokens: Tensor, count: int | None = None) -> Drawn:
+        """Of tokens chosen already, int32, the first R = `count` (None: all): their buffer may be reused in stream
+        order."""
+        return Drawn(tokens, _Copy(tokens, self._spare), len(tokens) if count is None else count)
 
     def _choose(self, logits: Tensor, samples: Sequence[SampleRow], edited: Sequence[int]) -> Tensor:
         """int32 [R], of rows that are not all greedy and unedited."""

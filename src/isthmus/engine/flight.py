@@ -48,7 +48,7 @@ class Flight:
             sequences[i].stop_waiting(clock())
         past = at.past[rows]
         query_start = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
+        np.add.accumulate(counts, out=query_start[1:])
         chunked = (past < at.prompt[rows]).nonzero()[0].tolist()
         scores = score_spans((sequences[i], int(counts[i]), int(query_start[i])) for i in chunked) if chunked else ()
         tokens = tokens_of(sequences, past, counts, at.pending(rows))
@@ -80,11 +80,13 @@ class Flight:
     def land(self, at: Rows, here: Bool, tokens: Int32) -> Int64:
         """The samples of those that are `here` go to them. Returns which are to be looked at: those that may end with
         theirs, and those that are not here."""
-        rows, sampled, odd = self.rows, self.sampled, ~here
-        if np.count_nonzero(odd):
-            which = here.nonzero()[0]
+        rows, sampled = self.rows, self.sampled
+        if np.count_nonzero(here) == len(here):
+            odd, full = at.append(rows, tokens)
+        else:
+            which, odd = here.nonzero()[0], ~here
             rows, tokens, sampled = rows[which], tokens[which], [sampled[i] for i in which.tolist()]
-        odd[here], full = at.append(rows, tokens)
+            odd[here], full = at.append(rows, tokens)
         for i in full.nonzero()[0].tolist():
             sampled[i].gather()
         return odd.nonzero()[0]

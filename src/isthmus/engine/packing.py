@@ -98,6 +98,7 @@ class _Staging:
         self.array: NDArray[np.uint8] = self.bytes.numpy()
         self._typed = {dtype: self.array.view(dtype) for dtype in _DTYPES}
         self._layouts: dict[Layout, _Places] = {}
+        self._part = 0, 0, self.bytes[:0]  # what was copied last: mostly the same place as the time before
 
     def acquire(self, nbytes: int) -> None:
         """Wait until nobody reads the buffer, and make it at least that large."""
@@ -138,10 +139,12 @@ class _Staging:
             places.append((name, self._typed[dtype][first : first + size], size, layout.fills.get(name, 0)))
         return places
 
-    def copy(self, start: int, end: int, target: Tensor) -> None:
+    def copy(self, start: int, end: int, target: _Target) -> None:
         """Enqueue the copy of bytes [start, end) to the start of `target` on the current stream."""
         if end > start:
-            target.narrow(0, 0, end - start).copy_(self.bytes.narrow(0, start, end - start), non_blocking=True)
+            if self._part[:2] != (start, end):
+                self._part = start, end, self.bytes[start:end]
+            target.first(end - start).copy_(self._part[2], non_blocking=True)
 
     def release(self) -> None:
         """Say that all copies of this round are enqueued."""
@@ -155,6 +158,14 @@ class _Target:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._typed = {dtype: self.bytes.view(torch_dtype) for dtype, torch_dtype in _DTYPES.items()}
+        self.nbytes = nbytes
+        self._first = nbytes, self.bytes
+
+    def first(self, nbytes: int) -> Tensor:
+        """Its first bytes: mostly as many as the time before."""
+        if self._first[0] != nbytes:
+            self._first = nbytes, self.bytes[:nbytes]
+        return self._first[1]
 
     def view(self, offset: int, array: NDArray[Any]) -> Tensor:
         flat = self._typed[array.dtype].narrow(0, offset // array.itemsize, array.size)
@@ -229,7 +240,7 @@ class Packer:
         """
         fixed: Mapping[str, tuple[int, int]] = {} if layout is None else layout.places
         start = end = 0 if layout is None else layout.nbytes
-        capacity = len(self._fixed.bytes)
+        capacity = self._fixed.nbytes
         assert start <= capacity, f"a layout of {start} bytes in a device buffer of {capacity}"
         at: dict[str, int] = {}
         for name, array in sections.items():
@@ -245,11 +256,11 @@ class Packer:
         for name, offset in at.items():
             staging.write(offset, sections[name])
         together = end <= capacity
-        staging.copy(0, end if together else start, self._fixed.bytes)
+        staging.copy(0, end if together else start, self._fixed)
         if not together:
-            if end - start > len(self._overflow.bytes):
-                self._overflow = _Target(self.device, _grown(len(self._overflow.bytes), end - start))
-            staging.copy(start, end, self._overflow.bytes)
+            if end - start > self._overflow.nbytes:
+                self._overflow = _Target(self.device, _grown(self._overflow.nbytes, end - start))
+            staging.copy(start, end, self._overflow)
             at = {name: offset - start for name, offset in at.items()}
         staging.release()
         return Views(sections, self._fixed, layout, self._fixed if together else self._overflow, at)

@@ -69,6 +69,7 @@ class Placement:
         self._taken = {name: np.zeros(num_rows, np.int64) for name in pool.groups}  # fresh pages since the row started
         self._to_save: dict[bytes, tuple[int, int, Names]] = {}  # name of a boundary -> a row that is there
         self._restore: dict[int, int] = {}  # row -> locked snapshot that its state page is to be copied from
+        self._locked: tuple[Int64, Int64] | None = None  # rows with locks on what windows have passed, and their past
         none = np.zeros(0, np.int64)
         self._nothing = Growth(none, (none, none), {}, dict.fromkeys(self._kinds, 0))
 
@@ -164,6 +165,7 @@ class Placement:
 
     def unbind_passed(self, rows: Int64, past: Int64) -> None:
         """Give back the pages that no query at `past` or later can see, of all these rows at once."""
+        self._locked = None
         for name, passed in self._passed.items():
             # A restored row starts at its hit, which may lie above what a row that came here itself would keep.
             before, dead = passed[rows], np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows])
@@ -181,6 +183,21 @@ class Placement:
             elif len(ids):
                 # Of a chunk longer than the window only the tail ever had pages.
                 self._pool.unbind(name, ids[self._pool.is_bound(name, ids)])
+
+    def free_passed(self, rows: Int64, past: Int64) -> None:
+        """The same, but if all there is to give back are locks on pages of the prefix cache, which frees nothing, then
+        in `unlock_passed`."""
+        for name, passed in self._passed.items():
+            kept = passed[rows] if name == self._cover else np.maximum(passed[rows], self._known[rows])
+            if np.count_nonzero(np.minimum(self._kinds[name].dead(past), self.blocks.columns[rows]) > kept):
+                self.unbind_passed(rows, past)
+                return
+        self._locked = rows, past
+
+    def unlock_passed(self) -> None:
+        """Before anybody asks what could be evicted: finish what `free_passed` has left."""
+        if self._locked is not None:
+            self.unbind_passed(*self._locked)
 
     def states(self, rows: Int64) -> Int32:
         """The id of each row's state page; empty if the model keeps no states."""
@@ -269,10 +286,12 @@ class Placement:
     def _bound(self, held: Held, end: Int64) -> dict[str, tuple[Int64, Int64]]:
         """Columns [low, high) per group that each of these binds pages to in going on to `end` tokens: the prices."""
         bound = {}
+        if self._tokens:  # whose pages are of one size
+            have = held.columns * self._kinds[self._cover].page_size
+            new = np.maximum(end - have, 0)
         for name, kind in self._kinds.items():
             if kind.space == "tokens":
-                have = held.columns * kind.page_size
-                bound[name] = kind.extend(have, np.maximum(end - have, 0))
+                bound[name] = kind.extend(have, new)
             else:  # what a hit restores is tokens; the state page it is copied to must still be had
                 bound[name] = kind.extend(np.where(held.begun, held.past, 0), end - held.past)
         return bound

@@ -84,6 +84,7 @@ class Room:
         over = self._over_cap(demand)
         if isinstance(plan, Plan) and not over:
             return plan
+        self._placement.unlock_passed()
         if self._cache is not None and self._cache.evict(demand, self._price):
             return self._pool.plan(demand)
         if isinstance(plan, Plan):

@@ -48,6 +48,7 @@ class Rows:
         # Whatever comes behind so many tokens may end it: by length, or as more tokens may end it than those above.
         self._over_from = np.zeros(num_rows, np.int64)
         self._cuts = np.zeros((2, num_rows), np.int64)  # where its chunks end besides, ascending; 0: nowhere
+        self._last_cut = self._cuts[1]
         self._stays = 0
 
     def take(
@@ -119,7 +120,11 @@ class Rows:
 
     def recent(self, rows: Int64, start: Int64, count: int) -> Int32:
         """[n, count] tokens of each from `start[i]` on, which it has at hand."""
-        found: Int32 = self._recent[rows[:, None], (start[:, None] + np.arange(count)) % _RECENT]
+        found: Int32
+        if _RECENT % count or np.count_nonzero(start % count):
+            found = self._recent[rows[:, None], (start[:, None] + np.arange(count)) % _RECENT]
+        else:  # whole pages, which do not go round
+            found = self._recent.reshape(-1, count).take((rows * _RECENT + start % _RECENT) // count, axis=0)
         return found
 
     def went_on(self, rows: Int64, tokens: int) -> None:
@@ -130,10 +135,11 @@ class Rows:
 
     def begin(self, rows: Int64) -> Int64:
         """These are in a step. Returns those that were in none before since they have their row: places in `rows`."""
-        new = (~self.begun[rows]).nonzero()[0]
-        if len(new):
-            self.begun[rows] = True
-        return new
+        begun = self.begun[rows]
+        if np.count_nonzero(begun) == len(begun):
+            return rows[:0]
+        self.begun[rows] = True
+        return (~begun).nonzero()[0]
 
     def pending(self, rows: Int64) -> Bool:
         """Is the newest token of each of these in flight?"""
@@ -145,7 +151,7 @@ class Rows:
         wait for a token that is pending."""
         past, end = self.past[rows], self.length[rows]
         waits = (end > self.most_cached[rows]) | (self.looks_back[rows] & pending)
-        last = self._cuts[1, rows]
+        last = self._last_cut[rows]
         cut = last > past
         if np.count_nonzero(cut):
             first = self._cuts[0, rows]

@@ -82,8 +82,8 @@ class Scheduler:
         prefix_caching: keep full pages of sequences that ended, for others that start with the same tokens.
         page_size: tokens between two boundaries that cached prefixes can end at; None: the token groups' page. Another
             one only in a model of states alone, which has no such groups.
-        together: so many steps' pages are had and shared at once while all decode; 1: each when it is needed. Fewer
-            where a window passes a page in less.
+        together: so many steps' pages are had and shared at once while all decode; 1: each when it is needed, and given
+            back as soon as it is not. Fewer where a window passes a page in less.
         clock: seconds, for receipts alone.
     """
 
@@ -115,6 +115,7 @@ class Scheduler:
         self._sharing = Sharing(self.cache, self.placement)
         windows = (max(1, group.window - 1) for group in pool.groups.values() if group.window is not None)
         self._together = min([together, *windows])
+        self._locked_for = self._page_size if self._together > 1 else 1  # steps
         self._room = Room(pool, self.placement, self.cache, self._page_size, max_cached_tokens)
         self.clock = clock
         self._arrivals = 0
@@ -187,12 +188,14 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget everything that no sequence is using."""
         if self.cache is not None:
+            self.placement.unlock_passed()
             self.cache.reset()
 
     def distrust_prefix_cache(self) -> None:
         """What is cached may be wrong: no later request gets any of it, nor what those that run make of it, who may
         have read it, or be about to in the step that is out."""
         if self.cache is not None:
+            self.placement.unlock_passed()
             self.cache.distrust()
             for sequence in self.running:
                 sequence.names = None
@@ -204,8 +207,9 @@ class Scheduler:
         assert len(self._flights) < 2, "settle the step before the last one before scheduling the next"
         if not self.requests:
             return None
+        decodes = self._unshared is None or not self._unshared.has_chunks
         self._share_full()
-        self.placement.unbind_passed(self.running.rows, self.running.past)
+        self._give_back_passed(late=decodes and not self.waiting)
         if self.waiting:
             self._admission.oldest()
         chunks, budget = self._chunks()
@@ -331,6 +335,13 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.computed_tokens += len(flight.step.tokens)
         return flight.step
+
+    def _give_back_passed(self, *, late: bool) -> None:
+        """What windows have passed. While all decode and nobody waits, mere locks may be given back a page later: it is
+        cheaper together."""
+        late = late and (self.counters.steps + 1) % self._locked_for > 0
+        give_back = self.placement.free_passed if late else self.placement.unbind_passed
+        give_back(self.running.rows, self.running.past)
 
     def _restart_cold(self) -> None:
         """The last one running holds a snapshot and finds no room for its own state beside it: do without the hit."""

@@ -60,53 +60,55 @@ def plan_decode(tokens: Integers, sequences: Integers, first: Integers, end: Int
     if not len(tokens):
         return DecodeWork(np.zeros((0, FIELDS), np.int32), np.zeros(programs + 1, np.int32), 0)
     origin = first & -ALIGN
-    span = np.where(end > first, end - origin, 0)
-    owner, cut, bounds = _share_out(span, programs)
-    items = np.zeros((FIELDS, len(owner)), np.int32)
-    items[0], items[1], items[6], items[7] = tokens[owner], sequences[owner], 1, end[owner] - 1
-    items[2], items[3] = np.maximum(origin[owner] + cut, first[owner]), end[owner]
+    span = (end - origin) * (end > first)
+    shared = _share_out(span, programs)
+    if shared is None:
+        items = np.zeros((len(tokens), FIELDS), np.int32)
+        columns = items.T
+        columns[0], columns[1], columns[2], columns[3] = tokens, sequences, first, end
+        columns[6], columns[7] = 1, end - 1
+        return DecodeWork(items, _own(len(tokens), programs), 0)
+    owner, cut, bounds = shared
+    items = np.zeros((len(owner), FIELDS), np.int32)
+    columns = items.T
+    columns[0], columns[1], columns[6], columns[7] = tokens[owner], sequences[owner], 1, end[owner] - 1
+    columns[2], columns[3] = np.maximum(origin[owner] + cut, first[owner]), end[owner]
     if len(owner) == len(span):
-        return DecodeWork(np.ascontiguousarray(items.T), bounds, 0)
+        return DecodeWork(items, bounds, 0)
     parts = np.bincount(owner)
-    before, alone = np.cumsum(parts) - parts, parts == 1
-    inner = np.flatnonzero(owner[1:] == owner[:-1])
-    items[3, inner] = items[2, inner + 1]
-    items[4] = (before - (np.cumsum(alone) - alone))[owner]
-    items[5], items[6] = np.arange(len(owner)) - before[owner], parts[owner]
-    return DecodeWork(np.ascontiguousarray(items.T), bounds, len(owner) - int(np.count_nonzero(alone)))
+    before, alone = parts.cumsum() - parts, parts == 1
+    inner = (owner[1:] == owner[:-1]).nonzero()[0]
+    columns[3, inner] = columns[2, inner + 1]
+    columns[4] = (before - (alone.cumsum() - alone))[owner]
+    columns[5], columns[6] = np.arange(len(owner)) - before[owner], parts[owner]
+    return DecodeWork(items, bounds, len(owner) - int(np.count_nonzero(alone)))
 
 
-def _share_out(span: Integers, programs: int) -> _Shared:
-    """So that the last program ends as soon as one can tell; decodes that are cut come in order."""
-    cost = span + ITEM_TOKENS
-    share = max(float(cost.sum()) / programs, ALIGN)
+def _share_out(span: Integers, programs: int) -> _Shared | None:
+    """So that the last program ends as soon as one can tell; decodes that are cut come in order. None: each is an item,
+    for a program of its own."""
+    total, longest = int(np.add.reduce(span)), int(np.maximum.reduce(span))
+    share = max((total + ITEM_TOKENS * len(span)) / programs, ALIGN)
     most = share + ITEM_TOKENS + 2 * PART_TOKENS  # of `_in_line`, which cuts decodes at both ends of a program's items
     if len(span) > programs:
-        whole, longest = _whole(cost, programs)
-        return whole if longest <= most else _in_line(span, share, programs)
-    even = _even(span, most, programs)
-    if even is None and int(cost.max()) <= most:
-        return _own(np.arange(len(span)), np.zeros_like(span), programs)
-    return even or _in_line(span, share, programs)
-
-
-def _even(span: Integers, most: float, programs: int) -> _Shared | None:
-    """An item for each program, as short as they can all be. None: some would take longer than `most`."""
-    fewest = max(1, -(-int(span.sum()) // (programs * ALIGN)))
-    for tokens in range(fewest * ALIGN, int(most) - ITEM_TOKENS - PART_TOKENS + 1, ALIGN):
+        whole, todo = _whole(span + ITEM_TOKENS, programs)
+        return whole if todo <= most else _in_line(span, share, programs)
+    # An item for each program, as short as they can all be.
+    fewest = max(1, -(-total // (programs * ALIGN)))
+    for tokens in range(fewest * ALIGN, min(longest, int(most) - ITEM_TOKENS - PART_TOKENS + 1), ALIGN):
         parts = np.maximum(-(-span // tokens), 1)
-        if (items := int(parts.sum())) <= programs:
+        if (items := int(np.add.reduce(parts))) <= programs:
             owner = np.repeat(np.arange(len(span)), parts)
             index = np.arange(items) - (np.cumsum(parts) - parts)[owner]
-            return _own(owner, index * tokens, programs)
-    return None
+            return owner, index * tokens, _own(items, programs)
+    return None if longest + ITEM_TOKENS <= most else _in_line(span, share, programs)
 
 
-def _own(owner: Integers, cut: Integers, programs: int) -> _Shared:
-    """An item for each program, as far as they go."""
+def _own(items: int, programs: int) -> Int32:
+    """Bounds of an item for each program, as far as they go."""
     bounds = np.arange(programs + 1, dtype=np.int32)
-    bounds[len(owner) :] = len(owner)
-    return owner, cut, bounds
+    bounds[items:] = items
+    return bounds
 
 
 def _whole(cost: Integers, programs: int) -> tuple[_Shared, float]:
@@ -126,13 +128,13 @@ def _in_line(span: Integers, share: float, programs: int) -> _Shared:
     """One behind the other, cut wherever a program's share is full (Stream-K: Osama, Merrill, Cecka, Garland and Owens,
     2023)."""
     cost = span + ITEM_TOKENS
-    behind = np.cumsum(cost)
+    behind = cost.cumsum()
     full = share * np.arange(1, programs)
     full = full[full < behind[-1]]
-    which = np.searchsorted(behind, full, side="right")
+    which = behind.searchsorted(full, side="right")
     inside = full - (behind - cost)[which] - ITEM_TOKENS
-    inside = np.clip(np.rint(inside / ALIGN).astype(np.int64) * ALIGN, 0, span[which])
-    place = np.cumsum(span + 1) - (span + 1)  # one place more than tokens, so that padding has one too
+    inside = np.minimum(np.maximum(np.rint(inside / ALIGN).astype(np.int64) * ALIGN, 0), span[which])
+    place = (span + 1).cumsum() - (span + 1)  # one place more than tokens, so that padding has one too
     ends = place[which] + inside + (inside == span[which])  # behind all of a decode is where the next begins
     starts = np.concatenate((place, ends))
     starts.sort()
@@ -141,9 +143,9 @@ def _in_line(span: Integers, share: float, programs: int) -> _Shared:
     np.not_equal(starts[1:], starts[:-1], out=new[1:])
     new &= starts <= place[-1] + span[-1]  # behind the last is no item
     starts = starts[new]
-    owner = np.searchsorted(place, starts, side="right") - 1
+    owner = place.searchsorted(starts, side="right") - 1
     bounds = np.full(programs + 1, len(starts), np.int32)
-    bounds[0], bounds[1 : len(ends) + 1] = 0, np.searchsorted(starts, ends)
+    bounds[0], bounds[1 : len(ends) + 1] = 0, starts.searchsorted(ends)
     return owner, starts - place[owner], bounds
 
 

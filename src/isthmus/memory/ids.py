@@ -145,7 +145,7 @@ class IdSpace:
         """Hand out n ids."""
         ids = self.peek(n)
         if n:
-            self._live[ids] = True
+            self._live[np.asarray(ids)] = True
             self._head = (self._head + n) % self.capacity
             self._free -= n
             self.minted += n

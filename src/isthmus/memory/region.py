@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from isthmus.memory.pageset import PageSet
 
 Index = NDArray[np.int64]
+_NONE = np.zeros(0, np.int64)
 _SCAN = 64  # pages looked at first when a frontier retreats; doubles, so the cost follows the pages given back
 
 
@@ -67,7 +68,7 @@ class Region:
         Changes nothing. Pages past the frontiers adjoin them, unless the span-to-be lies clear of today's.
         """
         high = self.anchor is Anchor.HIGH
-        holes = self.holes.highest(n) if high else self.holes.lowest(n)
+        holes = _NONE if not len(self.holes) else self.holes.highest(n) if high else self.holes.lowest(n)
         if len(holes) and not (lo <= min(holes[0], holes[-1]) and max(holes[0], holes[-1]) < hi):
             holes = self.holes.within(lo, hi)
             holes = (holes[::-1] if high else holes)[:n]
@@ -76,6 +77,8 @@ class Region:
             return holes
         above = lo if self.span == 0 and self.anchor is Anchor.FLOAT else max(self.hi, lo)
         up = np.arange(above, min(hi, above + short))
+        if len(up) == n:
+            return up
         below = min(self.lo, hi)
         down = np.arange(below - 1, max(lo, below - short + len(up)) - 1, -1)
         parts = [part for part in (holes, up, down) if len(part)]
