@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
+from _pytest.runner import pytest_runtest_protocol as _run
 
 import tests.plain
 
@@ -33,6 +36,24 @@ def shared_file(name: str) -> Path:
             "ISTHMUS_SHARED_DATA says"
         )
     return path
+
+
+_run_widely = FunctionType(_run.__code__.replace(co_stacksize=1 << 16), _run.__globals__)
+"""Runs a test beneath a wide frame.
+
+CPython asks the system for 16 KiB of stack when a call finds no room and returns them when that call ends: a loop just
+there spends a third of its time so. A frame of half a MiB gets a whole one, and what it calls has the rest.
+"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    return _run_widely(item, nextitem)
+
+
+def pytest_collection_finish() -> None:
+    """Modules are no garbage: what looks for it need not go through them again and again."""
+    gc.freeze()
 
 
 _INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")

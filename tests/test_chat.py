@@ -17,9 +17,9 @@ import pytest
 
 from isthmus.chat.session import Session
 from isthmus.chat.turns import Conversation, Message, Piece, TooLongError
-from isthmus.cli import main
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.llm import LLM, SamplingParams
+from tests.command import refusal, run
 from tests.server.tiny_model import write_tiny_model
 
 SMALL = ("--dtype", "float32", "--pool-bytes", "1m", "--page-size", "4")
@@ -224,10 +224,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def chat(lines: str, monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     monkeypatch.setattr(sys, "stdin", StringIO(lines))
-    try:
-        return main(["chat", *map(str, args)])
-    except SystemExit as stop:  # argparse's own errors
-        return int(stop.code or 0)
+    return run("chat", *args)
 
 
 def test_the_answers_are_those_of_the_engine_and_later_turns_come_from_the_cache(
@@ -271,13 +268,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(
 ) -> None:
     args, named = BAD[case]
     small = SMALL[:2] if args and args[0] == "{folder}" and "--url" not in args else ()
-    assert chat("tell me of the sea\n", monkeypatch, *(arg.format(folder=folder) for arg in args), *small) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    line = captured.err.strip()
-    assert line.startswith("isthmus: error: ")
-    assert "\n" not in line
-    assert named in line
+    code = chat("tell me of the sea\n", monkeypatch, *(arg.format(folder=folder) for arg in args), *small)
+    assert named in refusal(code, *capsys.readouterr())
 
 
 def test_a_model_without_a_template_is_refused_and_generate_named(
@@ -285,11 +277,9 @@ def test_a_model_without_a_template_is_refused_and_generate_named(
 ) -> None:
     base = write_tiny_model(tmp_path / "base", template=None)
     capsys.readouterr()
-    assert chat("hi\n", monkeypatch, base, *SMALL) == 2
-    line = capsys.readouterr().err.strip()
+    line = refusal(chat("hi\n", monkeypatch, base, *SMALL), *capsys.readouterr())
     assert "has no chat template" in line
     assert "isthmus generate" in line
-    assert "\n" not in line
 
 
 class Terminal:

@@ -20,12 +20,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from isthmus.bench import report
-from isthmus.cli import main
 from isthmus.errors import ConfigError, ModelError
 from isthmus.evaluate import tasks as evaluate_tasks
 from isthmus.evaluate.engine import EngineLM
 from isthmus.llm import LLM
 from isthmus.model.demo import demo_folder
+from tests import command
 from tests.server.tiny_model import write_tiny_model
 
 SMALL = {"dtype": "float32", "pool_bytes": 1 << 20, "page_size": 4}
@@ -103,10 +103,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def run(*args: object) -> int:
-    try:
-        return main(["eval", *map(str, args)])
-    except SystemExit as stop:  # argparse's own errors
-        return int(stop.code or 0)
+    return command.run("eval", *args)
 
 
 def flags(**settings: Any) -> list[str]:
@@ -290,20 +287,20 @@ BAD = {
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_bad_input_gets_one_line_and_exit_code_2(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args, named = BAD[case]
-    assert run(*(arg.format(folder=folder) for arg in args)) == 2
-    assert named in _one_line(capsys)
+    assert named in _refusal(run(*(arg.format(folder=folder) for arg in args)), capsys)
 
 
 def test_a_server_that_is_not_there(folder: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "--tasks", "tiny_made", "--include-path", tasks, "--url", "http://127.0.0.1:1") == 2
-    assert "no server answers there" in _one_line(capsys)
+    code = run(folder, "--tasks", "tiny_made", "--include-path", tasks, "--url", "http://127.0.0.1:1")
+    assert "no server answers there" in _refusal(code, capsys)
 
 
-def test_an_evaluation_that_fails_leaves_files_as_they_were(folder: Path, tmp_path: Path) -> None:
+def test_an_evaluation_that_fails_leaves_files_as_they_were(folder: Path, tasks: Path, tmp_path: Path) -> None:
     there, new = tmp_path / "there.json", tmp_path / "new.json"
     there.write_text("an older result")
     for file in (there, new):
-        assert run(folder, "--tasks", "tiny_made", "--url", "http://127.0.0.1:1", "--output", file) == 2
+        asked = ("--tasks", "tiny_made", "--include-path", tasks, "--url", "http://127.0.0.1:1")
+        assert run(folder, *asked, "--output", file) == 2
     assert there.read_text() == "an older result"
     assert not new.exists()
 
@@ -366,8 +363,7 @@ def test_a_result_says_how_it_was_made_without_the_key(
 
 def test_data_that_is_not_there(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = write_tasks(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / "none.jsonl")}})
-    assert run(folder, "--tasks", "tiny_made", "--include-path", made) == 2
-    line = _one_line(capsys)
+    line = _refusal(run(folder, "--tasks", "tiny_made", "--include-path", made), capsys)
     assert "--tasks tiny_made: the data cannot be loaded" in line
     assert "none.jsonl" in line
 
@@ -390,14 +386,11 @@ def test_a_harness_that_is_not_installed(
     monkeypatch.delitem(sys.modules, "isthmus.evaluate.tasks")
     monkeypatch.delattr("isthmus.evaluate.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert run(folder, "--tasks", "tiny_made") == 2
-    assert "pip install 'isthmus[eval]'" in _one_line(capsys)
+    assert "pip install 'isthmus[eval]'" in _refusal(run(folder, "--tasks", "tiny_made"), capsys)
 
 
-def _one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    *bars, line = captured.err.strip().splitlines()  # those of the library that reads the data
-    assert line.startswith("isthmus: error: "), captured.err
-    assert all("examples/s" in bar for bar in bars if bar), captured.err
-    return line
+def _refusal(code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    *bars, line = err.splitlines(keepends=True)  # those of the library that reads the data
+    assert all("examples/s" in bar for bar in bars if bar.strip()), err
+    return command.refusal(code, out, line)

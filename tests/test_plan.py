@@ -19,6 +19,7 @@ from isthmus.plan import ranks
 from isthmus.plan.budget import RESERVE
 from isthmus.plan.gpus import GPUS
 from isthmus.plan.shape import Shape, load
+from tests.command import refusal, run
 from tests.server.tiny_model import write_tiny_model
 
 
@@ -345,11 +346,5 @@ def test_what_is_wrong_is_one_line(
     (tmp_path / "ahead.json").write_text(json.dumps(AHEAD))
     (tmp_path / "odd.csv").write_text("input,colour\n4,red\n")
     (tmp_path / "odd.jsonl").write_text("input: 4\n")
-    try:
-        code = main(["plan", *(arg.replace("{tmp}", str(tmp_path)) for arg in args)])
-    except SystemExit as stop:  # argparse's own errors
-        code = int(stop.code or 0)
-    assert code == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
+    code = run("plan", *(arg.replace("{tmp}", str(tmp_path)) for arg in args))
+    assert text in refusal(code, *capsys.readouterr())

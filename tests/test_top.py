@@ -21,6 +21,7 @@ from isthmus.cli import main
 from isthmus.top_parts import parts_of, strip
 from isthmus.top_screen import Screen
 from isthmus.top_stream import pairs, watch
+from tests.command import refusal, run
 
 PAGE = 100
 
@@ -143,11 +144,7 @@ def test_requests_beyond_the_screen_are_counted() -> None:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert main(["top", *args]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1, "one line"
-    return captured.err
+    return refusal(run("top", *args), *capsys.readouterr())
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from isthmus.cli import main
+from tests.command import refusal, run
 
 CHATS = ["--conversations", "3", "--turns", "4", "--system", "70", "--user", "20", "--answer", "20"]
 
@@ -26,5 +27,5 @@ def test_chats_find_more_than_at_fixed_intervals(capsys: pytest.CaptureFixture[s
 
 
 def test_a_model_without_states_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "snapshots", "gemma-3-270m", *CHATS]) == 2
-    assert "gemma-3-270m keeps no states" in capsys.readouterr().err
+    code = run("bench", "snapshots", "gemma-3-270m", *CHATS)
+    assert "gemma-3-270m keeps no states" in refusal(code, *capsys.readouterr())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from isthmus.engine.runner import Runner
 from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Request
 from isthmus.memory import Pool
-from isthmus.model.layout import derive
+from isthmus.model.layout import ModelLayout, derive
 from isthmus.params import SamplingParams
 from tests.model.families import FAMILIES, config_of
 from tests.model.harness import argmax, paged, reference, tiny
@@ -42,7 +43,7 @@ class Served:
     cached: list[int] = field(default_factory=list)  # prompt tokens that the last call found, per request
 
     def __post_init__(self) -> None:
-        layout = derive(self.model, self.page_size, "float32")
+        layout = layout_of(self.model, self.page_size)
         walls: Mapping[str, int] | None = None
         if self.static:
             walls = capacity.best_walls(layout.groups, self.arena_bytes, [(100, 100)])
@@ -70,6 +71,12 @@ class Served:
         self.pool.check()
         assert self.scheduler.cache is not None
         self.scheduler.cache.check()
+
+
+@cache
+def layout_of(model: PreTrainedModel, page_size: int) -> ModelLayout:
+    """Found once for all that a test serves: it takes as long as serving a few steps."""
+    return derive(model, page_size, "float32")
 
 
 def compact(served: Served) -> None:

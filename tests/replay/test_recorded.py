@@ -20,6 +20,7 @@ from isthmus.llm import LLM
 from isthmus.memory import Journal, Pool, Replay
 from isthmus.memory.snapshot import state_of
 from isthmus.params import SamplingParams
+from tests.command import refusal, run
 from tests.engine.scripted import ScriptedExecutor
 from tests.engine.test_device_runner import ENDLESS, GEMMA, engine_on, on_device, random_prompts, serve
 from tests.memory.helpers import groups_of
@@ -135,8 +136,8 @@ def test_a_wrong_journal_is_one_line(
 
 
 def test_two_pools_do_not_share_a_journal(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(folder), "--prompt", "x", "--compare-static", "--journal", str(tmp_path / "a")]) == 2
-    assert "a journal is the life of one: leave out --journal" in capsys.readouterr().err
+    code = run("generate", folder, "--prompt", "x", "--compare-static", "--journal", tmp_path / "a")
+    assert "a journal is the life of one: leave out --journal" in refusal(code, *capsys.readouterr())
     assert not list(tmp_path.iterdir())
 
 

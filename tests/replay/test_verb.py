@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isthmus.cli import main
 from isthmus.memory.region import Region
 from isthmus.replay import palette, picture
+from tests import command
+from tests.command import refusal
 from tests.replay.lives import timeline_of, write_life
 
 
@@ -27,10 +28,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*args: object) -> int:
-    try:
-        return main(["replay", *map(str, args)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    return command.run("replay", *args)
 
 
 def test_it_says_what_happened(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,10 +93,8 @@ def test_what_is_no_journal_ends_with_2(
 ) -> None:
     if content is not None:
         (tmp_path / "x").write_bytes(content)
-    assert run(tmp_path / "x") == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"isthmus: error: {tmp_path / 'x'}: ")
-    assert len(error.splitlines()) == 1
+    line = refusal(run(tmp_path / "x"), *capsys.readouterr())
+    assert line.startswith(f"isthmus: error: {tmp_path / 'x'}: ")
 
 
 def test_no_framework_is_needed(journal: Path) -> None:
@@ -148,5 +144,5 @@ def test_the_picture_shows_each_group_as_large_as_it_was(journal: Path, tmp_path
 
 
 def test_a_place_that_cannot_be_written_is_one_line(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(journal, "--png", "/none/x.png") == 2
-    assert capsys.readouterr().err == "isthmus: error: --png /none/x.png: no such file or directory\n"
+    line = refusal(run(journal, "--png", "/none/x.png"), *capsys.readouterr())
+    assert line == "isthmus: error: --png /none/x.png: no such file or directory\n"

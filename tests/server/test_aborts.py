@@ -209,11 +209,11 @@ def test_continuations_and_prompts_all_go(stepped: Stepped) -> None:
 
 def test_requests_that_take_too_long(folder: Path, tmp_path: Path) -> None:
     """A status before the first text, an event after it; the engine is rid of them like of those whose client left."""
-    with stepping(folder, tmp_path, "--request-timeout", "5") as stepped:
+    with stepping(folder, tmp_path, "--request-timeout", "2") as stepped:
         late = stepped.server.http.post("/v1/completions", json={"prompt": "x"} | LONG)
         assert late.status_code == 408
         assert late.json()["error"]["code"] == "timeout"
-        assert "--request-timeout (5 s)" in late.json()["error"]["message"]
+        assert "--request-timeout (2 s)" in late.json()["error"]["message"]
         stepped.step(orders=1)
         client = begin(stepped.server, 8)
         stepped.step(3)

@@ -12,9 +12,9 @@ import pytest
 from isthmus.bench.load import Answer, Ask, Target, closed_loop
 from isthmus.bench.serve import summary
 from isthmus.bench.soak import _growth, _wrong
+from tests.command import run
 from tests.model.tiny_gguf import tiny_model, write_gguf
 from tests.server.running import Server
-from tests.test_cli import run
 
 SMALL = ("--dtype", "float32", "--pool-bytes", "300k", "--page-size", "4")
 

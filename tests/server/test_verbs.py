@@ -23,6 +23,7 @@ from isthmus.endpoint import Endpoint
 from isthmus.errors import ConfigError, IsthmusError, ModelError
 from isthmus.evaluate import server as evaluate_server
 from isthmus.params import SamplingParams
+from tests.command import refusal
 from tests.server.running import Server
 from tests.test_eval import write_tasks
 
@@ -290,10 +291,10 @@ def test_a_server_that_fails_an_evaluation_is_one_line_without_the_key(
     answer, statuses, named = EVALS[case]
     server = Toy(answer, statuses, OFFERED)
     with running(server) as endpoint:
-        assert asking(endpoint, "--api-key", "my-secret", "--concurrency", concurrency) == 2
+        code = asking(endpoint, "--api-key", "my-secret", "--concurrency", concurrency)
     gc.collect()  # errors that nobody looked at are shown then
     captured = capfd.readouterr()
-    line = captured.err.strip().splitlines()[-1]
+    line = refusal(code, captured.out, captured.err.splitlines(keepends=True)[-1])
     assert line.startswith(f"isthmus: error: {endpoint.url}")
     assert named in line
     assert "Traceback" not in captured.err
@@ -326,6 +327,7 @@ def test_what_a_server_is_slow_with_is_not_asked_for_again(
     monkeypatch.setattr(evaluate_server, "_SILENCE", aiohttp.ClientTimeout(total=None, sock_read=0.1))
     server = Toy(SAID, [WAITS], OFFERED)
     with running(server) as endpoint:
-        assert asking(endpoint, "--concurrency", 1) == 2
-    assert "has not answered for too long" in capsys.readouterr().err.splitlines()[-1]
+        code = asking(endpoint, "--concurrency", 1)
+    out, err = capsys.readouterr()
+    assert "has not answered for too long" in refusal(code, out, err.splitlines(keepends=True)[-1])
     assert len(server.keys) == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli import main
+from tests.command import refusal, run
 from tests.conftest import shared_file
 from tests.sim.conftest import STATES, WINDOWS, write
 
@@ -102,10 +103,7 @@ def test_mistakes_are_one_line(
     words = [groups if word == "G" else word for word in words]
     if "--synthetic" not in words and "--trace" not in words:
         words += ["--synthetic", "1,2,3"]
-    assert main(["simulate", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refusal(run("simulate", *words), *capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -124,8 +122,8 @@ def test_a_file_of_groups_says_what_is_wrong_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], message: str
 ) -> None:
     groups = write(tmp_path, WINDOWS | change)
-    assert main(["simulate", "--groups", str(groups), "--pool-bytes", "1g", "--synthetic", "1,2,3"]) == 2
-    assert message in capsys.readouterr().err
+    code = run("simulate", "--groups", groups, "--pool-bytes", "1g", "--synthetic", "1,2,3")
+    assert message in refusal(code, *capsys.readouterr())
 
 
 def test_a_picture_without_its_package_says_which(
@@ -133,6 +131,5 @@ def test_a_picture_without_its_package_says_which(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     groups = write(tmp_path, WINDOWS)
-    line = ["simulate", "--groups", str(groups), "--pool-bytes", "1g", "--synthetic", "1,2,3", "--plot", "x.svg"]
-    assert main(line) == 2
-    assert "isthmus[plot]" in capsys.readouterr().err
+    code = run("simulate", "--groups", groups, "--pool-bytes", "1g", "--synthetic", "1,2,3", "--plot", "x.svg")
+    assert "isthmus[plot]" in refusal(code, *capsys.readouterr())
