@@ -32,6 +32,7 @@ from isthmus.engine.output import CompletionOutput, RequestOutput, TokenLogprob
 from isthmus.engine.products import bound_product_caches
 from isthmus.engine.recorder import Recorder
 from isthmus.engine.sanitizer import GuardedPool
+from isthmus.engine.wide_frame import wide_frame
 from isthmus.errors import ConfigError
 from isthmus.memory import ArenaUsage, Journal, JournalError, Pool
 from isthmus.model.layout import derive
@@ -101,6 +102,7 @@ class LLM:
 
     # -- requests -------------------------------------------------------------------------------------------
 
+    @wide_frame
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

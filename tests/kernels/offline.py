@@ -3,12 +3,14 @@
     python -m tests.kernels.offline 89 101376
 
 prints, as JSON, the bytes of shared memory that each of `cases` takes on a GPU of compute capability 8.9 whose programs
-may have so many. A launch builds what it would run, and runs nothing.
+may have so many; then what its kernels do with memory before they wait for the kernel before them, if they do, in PTX.
+A launch builds what it would run, and runs nothing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,21 +41,30 @@ NAMES = {
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e5m2
 
 
-def built(launch: Callable[[], object], capability: int) -> int:
-    """The most shared memory that a kernel of this launch takes on a GPU of that capability, in bytes."""
-    target, found = GPUTarget("cuda", capability, 32), [0]
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+TOUCHES = re.compile(r"\b(ld\.global|st\.global|atom\.global|red\.global|cp\.async\.c[ag])\b|(griddepcontrol\.wait)")
+
+
+def built(launch: Callable[[], object], capability: int) -> tuple[int, list[str] | None]:
+    """The most shared memory that a kernel of this launch takes on a GPU of that capability, in bytes, and what comes
+    before the one wait of those that have one."""
+    target, taken, early = GPUTarget("cuda", capability, 32), [0], []
 
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+        options = {name: given.pop(name) for name in OPTIONS if name in given}
         kernel = triton.compile(source(self, dict(zip(self.arg_names, args, strict=False)) | given), target, options)
-        found.append(kernel.metadata.shared)
+        taken.append(kernel.metadata.shared)
+        touches = [found[0] for found in TOUCHES.finditer(kernel.asm["ptx"])]
+        if "griddepcontrol.wait" in touches:
+            assert touches.count("griddepcontrol.wait") == 1
+            early.append(touches[: touches.index("griddepcontrol.wait")])
 
     run, JITFunction.run = JITFunction.run, build
     try:
         launch()
     finally:
         JITFunction.run = run
-    return max(found)
+    return max(taken), [touch for touches in early for touch in touches] if early else None
 
 
 def source(kernel: Any, values: dict[str, Any]) -> ASTSource:
@@ -75,7 +86,8 @@ def number(parameter: Any, value: float) -> str:
 
 
 def attends(heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, rows: torch.dtype) -> Iterator[Any]:
-    """A decode, then a prefill, over pages of `rows`; values of other sizes than keys are their first elements."""
+    """A decode, a write of rows, a prefill, over pages of `rows`; values of other sizes than keys are their first
+    elements."""
     shared = k_dim != v_dim
     query, out = torch.empty(64, heads, k_dim, dtype=dtype), torch.empty(64, heads, v_dim, dtype=dtype)
     row = kv_heads * (k_dim if shared else k_dim + v_dim)
@@ -91,6 +103,7 @@ def attends(heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtyp
     items = DecodeItems(work, torch.zeros(9, dtype=torch.int32))
     yield lambda: attention.decode_attention(query, out, keys, values, table, items, workspace, how)
     key, value = torch.empty(64, kv_heads, k_dim, dtype=dtype), torch.empty(64, kv_heads, v_dim, dtype=dtype)
+    yield lambda: attention.write_kv(key, value, keys, values, torch.zeros(64, dtype=torch.int64))
     tiles = PrefillTiles(work, prefill_tile(heads // kv_heads, k_dim, v_dim, dtype.itemsize), slots=8)
     yield lambda: attention.prefill_attention(query, out, key, value, keys, values, table, tiles, workspace, how)
 
@@ -144,8 +157,9 @@ HEADS = {
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Those that take most of a multiprocessor's shared memory."""
     for name, heads in HEADS.items():
-        decode, prefill = attends(*heads)
+        decode, write, prefill = attends(*heads)
         yield f"decode {name}", decode
+        yield f"write {name}", write
         yield f"prefill {name}", prefill
     for pairs in (8, 512, 8192):
         yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
@@ -156,6 +170,11 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 if __name__ == "__main__":
     which, room = map(int, sys.argv[1:])
+    if which >= 90:
+        for name in ("attention", "linear", "write_kv"):
+            vars(sys.modules[f"isthmus.kernels.{name}"])["dependent_launch"] = lambda: {
+                "DEPENDENT": True, "launch_pdl": True,
+            }  # fmt: skip
     for module in (attention, ssd_chunks):
         vars(module)["shared_bytes"] = lambda: room
     print(json.dumps({name: built(launch, which) for name, launch in cases()}))

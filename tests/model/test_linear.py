@@ -8,7 +8,7 @@ from torch import nn
 
 from isthmus.kernels.linear import MOST_ROWS
 from isthmus.model import linear
-from isthmus.model.linear import DeviceLinear
+from isthmus.model.linear import DeviceLinear, asked
 
 
 class Odd(nn.Linear):
@@ -44,6 +44,7 @@ def test_which_are_taken_over(device: str) -> None:
         "plain": DeviceLinear, "bare": DeviceLinear, "odd": Odd,
     }  # fmt: skip
     assert layers["plain"].counters is layers["bare"].counters
+    assert "plain.ahead" not in layers.state_dict()
     assert "plain.counters" not in layers.state_dict()
     assert linear.use(nn.Linear(4, 4)) == 0, "float32"
 
@@ -53,8 +54,23 @@ def test_views_of_any_shape(device: str) -> None:
     layer = nn.Linear(40, 24).to(device, torch.bfloat16)
     linear.use(layer)
     x = torch.randn(2, 80, 3, device=device).to(torch.bfloat16)
-    for given in (x[:, ::2].transpose(1, 2), x[:, :40].transpose(1, 2)[:, :0]):
+    turned = x[:, ::2].transpose(1, 2)
+    for given in (turned, turned[:1], turned[:, :0]):
         expected = nn.functional.linear(given, layer.weight, layer.bias)
         found = layer(given)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 100, 350, 5000])
+@pytest.mark.parametrize("sizes", [[40], [100, 30, 250, 7], [1000, 1], [5] * 9])
+def test_every_byte_is_asked_for_once_before_its_turn(sizes: list[int], ahead: int) -> None:
+    """Going round: `ahead` bytes before whoever reads it, or where all are fewer, as soon as it has been read."""
+    starts = [1000 * (place + 1) for place in range(len(sizes))]
+    stream = [address + byte for address, size in zip(starts, sizes, strict=True) for byte in range(size)]
+    behind = 0
+    for spans, size in zip(asked(list(zip(starts, sizes, strict=True)), ahead), sizes, strict=True):
+        behind += size
+        some = min(ahead, len(stream))
+        expected = [stream[at % len(stream)] for at in range(behind + max(0, some - size), behind + some)]
+        assert [byte for address, length in spans for byte in range(address, address + length)] == expected

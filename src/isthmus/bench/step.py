@@ -36,6 +36,7 @@ from isthmus.bench.trace import traced
 from isthmus.engine import capacity
 from isthmus.engine.backends import resolve_device
 from isthmus.engine.config import EngineConfig, SchedulerConfig
+from isthmus.engine.wide_frame import wide_frame
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
 from isthmus.llm import LLM
@@ -211,6 +212,7 @@ def _decoding(llm: LLM, batch: int, context: int, *, at_end: bool) -> Iterator[N
         engine.reset_prefix_cache()
 
 
+@wide_frame
 def _timed_steps(llm: LLM, batch: int, steps: int) -> Stopwatch:
     engine = llm.engine
     with measured(engine, cuda=llm.config.device.device == "cuda") as watch:

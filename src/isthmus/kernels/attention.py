@@ -220,6 +220,9 @@ def decode_attention(
     `[rows, columns]`, unit last stride, valid where the plan reads. The plan's programs are those of one KV head, or
     tile of its query heads: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale`
     and `v_scale`; by `k_scale` alone where values are the first elements of keys.
+
+    The plan and the page table are read early (`isthmus.kernels.dependent`): between what writes them and this lies an
+    ordinary launch.
     """
     pages = Pages.of(key_pages, value_pages)
     heads = query.shape[1]

@@ -173,11 +173,11 @@ def decode_kernel(
     tail_inside = (o_tail < TAIL)[None, :]
     i_head = tl.program_id(0) % units
     p_own = p_bounds + tl.program_id(0) // units
-    stop = tl.load(p_own + 1)
-    token, sequence, first, end, base, index, parts, last = _item(p_items, tl.load(p_own), stop)
+    begin, stop = tl.load(p_own), tl.load(p_own + 1)
+    token, sequence, first, end, base, index, parts, last = _item(p_items, begin, stop)
     b_page = _first_pages(p_table + sequence * table_stride, first, end, PAGE_SIZE, BLOCK_N)
     wait_for_previous(DEPENDENT)
-    for work in tl.range(tl.load(p_own), stop):
+    for work in tl.range(begin, stop):
         # The next item is asked for while this one is worked on.
         token1, sequence1, first1, end1, base1, index1, parts1, last1 = _item(p_items, work + 1, stop)
         p_pages = p_table + sequence * table_stride

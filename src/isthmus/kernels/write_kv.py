@@ -92,6 +92,8 @@ def write_kv(
     key `[T, kv_heads, k_dim]` and value `[T, kv_heads, v_dim]`, unit last stride; `slots` int64 `[T]`, page *
     page_size + offset, -1 for a token that is not written; pages as in `Pages`. fp8 pages hold row / scale,
     saturated. Where values are the first elements of the keys, keys alone are written.
+
+    Slots are read early (`isthmus.kernels.dependent`): between what writes them and this lies an ordinary launch.
     """
     pages = Pages.of(key_pages, value_pages)
     tokens = key.shape[0]

@@ -30,8 +30,11 @@ from isthmus.model.layout import decoder_layers
 from isthmus.model.mixers import stand_ins
 from isthmus.model.optimize import merge_projections
 
-_ROW = 16384
+_ROW = 8192
 """Numbers of a row that a program holds while it reduces and uses them."""
+
+_CODE = "isthmus 1"
+"""Names what is generated here in the cache of compiled layers: to be changed with `Choices` or `_always_waiting`."""
 
 _VARIANTS = 64  # of one layer class, before torch gives up on compiling it (it must not: fullgraph raises)
 
@@ -75,7 +78,7 @@ class Choices(InductorChoices):
     @staticmethod
     def uuid() -> str:
         """Names them in the cache of compiled layers."""
-        return f"isthmus-rows-{_ROW}"
+        return _CODE
 
     @staticmethod
     def should_use_persistent_reduction(features: SIMDKernelFeatures, cooperative_reduction: bool) -> bool:
@@ -87,13 +90,29 @@ class Choices(InductorChoices):
 
 
 def compile_layer(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor, with `Choices`, and kernels that begin before the one before them has ended, where the GPU can
-    (`isthmus.kernels.dependent`): a backend of torch.compile."""
-    options = {"inductor_choices_class": Choices, "triton.enable_pdl": is_dependent()}
-    with V.set_choices_handler(Choices()), inductor.patch(options), _always_waiting():
+    """Inductor with `options`: a backend of torch.compile."""
+    with options():
         compiled = compile_fx(graph, inputs)
     assert callable(compiled)  # anything else is for ahead-of-time compilation
     return compiled
+
+
+@contextlib.contextmanager
+def options() -> Iterator[None]:
+    """Inductor's, while it compiles a layer: `Choices`, and kernels that begin before the one before them has ended,
+    where the GPU can (`isthmus.kernels.dependent`)."""
+    values = {
+        "inductor_choices_class": Choices,
+        "triton.enable_pdl": is_dependent(),
+        "triton.mix_order_reduction": False,  # a kernel of that sort waits inside its loop, behind its first loads
+    }
+    with (
+        V.set_choices_handler(Choices()),
+        inductor.patch(values),
+        torch.compiler.config.patch(cache_key_tag=_CODE),  # type: ignore[attr-defined]
+        _always_waiting(),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -105,11 +124,13 @@ def _always_waiting() -> Iterator[None]:
     """
     unpatched = TritonKernel._handle_pdl_before_access
 
-    def wait(kernel: TritonKernel, *args: Any, **given: Any) -> None:
+    def wait(kernel: TritonKernel, *args: Any, **given: Any) -> Any:
         scheduler = V.graph.scheduler
+        if scheduler is None:  # a template is lowered
+            return unpatched(kernel, *args, **given)
         previous, scheduler.previous_node = scheduler.previous_node, None  # as if nothing were known of it
         try:
-            unpatched(kernel, *args, **given)  # type: ignore[no-untyped-call]
+            return unpatched(kernel, *args, **given)  # type: ignore[no-untyped-call]
         finally:
             scheduler.previous_node = previous
 

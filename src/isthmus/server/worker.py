@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from isthmus.engine.wide_frame import wide_frame
 from isthmus.errors import IsthmusError
 from isthmus.params import RequestError
 from isthmus.server import dashboard_view, wire
@@ -111,6 +112,7 @@ class Service:
         self._looked = False  # somebody wants to see what lies where
         self._heap = Heap()
 
+    @wide_frame
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Never returns: the process ends with the front, or with an error out of a step."""
         socket.send(wire.encode(self._report([])))
