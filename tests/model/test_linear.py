@@ -8,7 +8,7 @@ from torch import nn
 
 from isthmus.kernels.linear import MOST_ROWS
 from isthmus.model import linear
-from isthmus.model.linear import DeviceLinear, asked
+from isthmus.model.linear import DeviceLinear
 
 
 class Odd(nn.Linear):
@@ -44,7 +44,6 @@ def test_which_are_taken_over(device: str) -> None:
         "plain": DeviceLinear, "bare": DeviceLinear, "odd": Odd,
     }  # fmt: skip
     assert layers["plain"].counters is layers["bare"].counters
-    assert "plain.ahead" not in layers.state_dict()
     assert "plain.counters" not in layers.state_dict()
     assert linear.use(nn.Linear(4, 4)) == 0, "float32"
 
@@ -60,17 +59,3 @@ def test_views_of_any_shape(device: str) -> None:
         found = layer(given)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=8e-3, atol=8e-3)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 100, 350, 5000])
-@pytest.mark.parametrize("sizes", [[40], [100, 30, 250, 7], [1000, 1], [5] * 9])
-def test_every_byte_is_asked_for_once_before_its_turn(sizes: list[int], ahead: int) -> None:
-    """Going round: `ahead` bytes before whoever reads it, or where all are fewer, as soon as it has been read."""
-    starts = [1000 * (place + 1) for place in range(len(sizes))]
-    stream = [address + byte for address, size in zip(starts, sizes, strict=True) for byte in range(size)]
-    behind = 0
-    for spans, size in zip(asked(list(zip(starts, sizes, strict=True)), ahead), sizes, strict=True):
-        behind += size
-        some = min(ahead, len(stream))
-        expected = [stream[at % len(stream)] for at in range(behind + max(0, some - size), behind + some)]
-        assert [byte for address, length in spans for byte in range(address, address + length)] == expected

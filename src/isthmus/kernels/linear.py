@@ -6,9 +6,6 @@ up in their order by whoever finishes last, so a result does not depend on who t
 
 A library's product is as fast for more rows. For few, a good deal of its time is the start: the kernel waits for the
 one before it to end, asks for its first weights then, and often launches a second to add up.
-
-Nor does the memory rest between two products, while attention and norms have little to read: a launch has the L2 fetch
-some of what the products behind it will read.
 """
 # ruff: noqa: N803 - compile-time constants of kernels are in capitals
 # mypy: disallow-untyped-decorators=False
@@ -16,7 +13,6 @@ some of what the products behind it will read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,12 +29,6 @@ MOST_ROWS = 16
 
 TILES = 1 << 16
 """Counters that a launch may need: more tiles of outputs there are not."""
-
-SPANS = 3
-"""Ranges of bytes that a launch asks for, at most."""
-
-_PIECE = tl.constexpr(2048)  # bytes that are asked for at a time; what is left over is not
-_PIECES = tl.constexpr(128)  # that a program asks for at a time
 
 _LEAST_INPUTS = 256  # of a part
 
@@ -67,26 +57,7 @@ def parts_of(outputs: int, inputs: int, config: Config, cores: int) -> int:
     return int(triton.cdiv(blocks, each))
 
 
-@triton.jit
-def _ask(address: tl.int64, size: tl.int64) -> None:
-    """Have the L2 fetch this program's share of `size` bytes at `address`, a multiple of 16."""
-    pieces = size // _PIECE
-    each = tl.cdiv(pieces, tl.num_programs(0))
-    begin = tl.program_id(0) * each
-    end = tl.minimum(begin + each, pieces)
-    for start in tl.range(begin, end, _PIECES):
-        o_piece = start + tl.arange(0, _PIECES)
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 2048; mov.b32 $0, 0;}",
-            "=r,l,r",
-            [address + o_piece * _PIECE, (o_piece < end).to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit(do_not_specialize=["rows", "parts", "address0", "size0", "address1", "size1", "address2", "size2"])
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _few_rows_linear_kernel(
     p_x: tl.tensor,
     p_weight: tl.tensor,
@@ -99,12 +70,6 @@ def _few_rows_linear_kernel(
     outputs: tl.int32,
     inputs: tl.int32,
     parts: tl.int32,
-    address0: tl.int64,
-    size0: tl.int64,
-    address1: tl.int64,
-    size1: tl.int64,
-    address2: tl.int64,
-    size2: tl.int64,
     BIAS: tl.constexpr,
     CUT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -152,10 +117,6 @@ def _few_rows_linear_kernel(
             _store(p_bias, p_out + at, b_out, o_out, there, inside, BIAS)
     else:
         _store(p_bias, p_out + at, b_out, o_out, there, inside, BIAS)
-    if DEPENDENT:  # such a GPU can
-        _ask(address0, size0)
-        _ask(address1, size1)
-        _ask(address2, size2)
 
 
 @triton.jit
@@ -184,14 +145,11 @@ def linear(
     bias: Tensor | None,
     counters: Tensor,
     config: Config,
-    ahead: Sequence[int] = (0,) * 2 * SPANS,
     *,
     cores: int | None = None,
 ) -> Tensor:
     """x `[rows, inputs]` with unit last stride, at most `config.block_m` rows of them; weight `[outputs, inputs]`,
     contiguous; bias `[outputs]` -> `[rows, outputs]`.
-
-    `ahead` are (address, bytes) of SPANS ranges that the L2 shall fetch, for launches behind this one.
 
     `counters` int32 `[TILES]`, 0 between launches: launches of one stream share them. Nothing is read by the host, so
     it can be captured in a CUDA graph. `cores` are the GPU's multiprocessors.
@@ -219,7 +177,6 @@ def linear(
         outputs,
         inputs,
         parts,
-        *ahead,
         BIAS=bias is not None,
         CUT=parts > 1,
         EVEN=inputs % (config.block_k * parts) == 0,
