@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from isthmus.kernels import dependent
 from isthmus.kernels.linear import MOST_ROWS
 from isthmus.model import linear
+from isthmus.model.compile import prepare
 from isthmus.model.linear import DeviceLinear
+from tests.model.families import config_of
+from tests.model.harness import tiny
 
 
 class Odd(nn.Linear):
@@ -59,3 +63,25 @@ def test_views_of_any_shape(device: str) -> None:
         found = layer(given)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_plain_path_has_torchs_products(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever doubts ours compares with it."""
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+    model_type, values = config_of("gemma3")
+    model = tiny(model_type, **values).to(torch.bfloat16)
+    limit = torch._dynamo.config.recompile_limit
+    try:
+        prepare(model, compiled=compiled)
+    finally:
+        torch._dynamo.config.recompile_limit = limit
+    assert any(isinstance(module, DeviceLinear) for module in model.modules()) is compiled
+
+
+def test_kernels_begin_early_only_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    for can in (False, True):
+        monkeypatch.setattr(dependent, "is_dependent", lambda can=can: can)
+        assert dependent.dependent_launch(wanted=False) == {"DEPENDENT": False}
+        assert dependent.dependent_launch()["DEPENDENT"] is can
+        assert ("launch_pdl" in dependent.dependent_launch()) is can

@@ -88,6 +88,7 @@ class DeviceRunner:
         eos_token_ids: masked while `min_tokens` holds the end back.
         max_num_batched_tokens: of a step.
         graphs: sizes to capture CUDA graphs of, for decodes alone (True) and for other steps (False); empty: none.
+        early: kernels may begin before the one before them has ended (`isthmus.kernels.dependent`).
         poison: fill what nobody owns with NaN, at the start and at every release (for tests).
     """
 
@@ -105,6 +106,7 @@ class DeviceRunner:
         eos_token_ids: Collection[int],
         *,
         graphs: Mapping[bool, Sequence[int]],
+        early: bool = True,
         poison: bool = False,
     ) -> None:
         self.model, self.layout, self.arena = model, layout, arena
@@ -134,7 +136,7 @@ class DeviceRunner:
             for layer, owner in layout.owner.items()
             if owner == layer
         }
-        self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspace)
+        self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspace, early=early)
         self._states = DeviceStates(state_views(arena, layout.groups))
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}

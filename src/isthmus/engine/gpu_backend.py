@@ -116,6 +116,7 @@ class GpuBackend:
             max_model_len,
             self._eos,
             graphs=graphs,
+            early=self._graphs,
             poison=self._config.memory.check_memory == "full",
         )
 

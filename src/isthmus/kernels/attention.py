@@ -213,6 +213,7 @@ def decode_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     config: DecodeConfig | None = None,
+    early: bool = True,
 ) -> None:
     """One query token per sequence over its cached tokens, its own row among them; writes `out` at the plan's tokens.
 
@@ -221,8 +222,8 @@ def decode_attention(
     tile of its query heads: together, a multiple of the GPU's multiprocessors. fp8 pages hold rows divided by `k_scale`
     and `v_scale`; by `k_scale` alone where values are the first elements of keys.
 
-    The plan and the page table are read early (`isthmus.kernels.dependent`): between what writes them and this lies an
-    ordinary launch.
+    early: it may begin before the kernel before it has ended, and the plan and the page table are read then
+    (`isthmus.kernels.dependent`): between what writes them and this lies an ordinary launch.
     """
     pages = Pages.of(key_pages, value_pages)
     heads = query.shape[1]
@@ -280,7 +281,7 @@ def decode_attention(
         BLOCK_T=max(16, triton.next_power_of_2(tail)),
         num_warps=num_warps,
         num_stages=num_stages,
-        **dependent_launch(),
+        **dependent_launch(early),
     )
 
 

@@ -30,9 +30,9 @@ def is_dependent() -> bool:
     return not interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _HOPPER
 
 
-def dependent_launch() -> dict[str, bool]:
-    """Options of a launch, DEPENDENT among them."""
-    return {"DEPENDENT": True, "launch_pdl": True} if is_dependent() else {"DEPENDENT": False}
+def dependent_launch(wanted: bool = True) -> dict[str, bool]:
+    """Options of a launch, DEPENDENT among them. `wanted` only where the GPU can."""
+    return {"DEPENDENT": True, "launch_pdl": True} if wanted and is_dependent() else {"DEPENDENT": False}
 
 
 @triton.jit

@@ -86,6 +86,7 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    early: bool = True,
 ) -> None:
     """Put every token's rows into its slot.
 
@@ -93,7 +94,8 @@ def write_kv(
     page_size + offset, -1 for a token that is not written; pages as in `Pages`. fp8 pages hold row / scale,
     saturated. Where values are the first elements of the keys, keys alone are written.
 
-    Slots are read early (`isthmus.kernels.dependent`): between what writes them and this lies an ordinary launch.
+    early: it may begin before the kernel before it has ended, and slots are read then (`isthmus.kernels.dependent`):
+    between what writes them and this lies an ordinary launch.
     """
     pages = Pages.of(key_pages, value_pages)
     tokens = key.shape[0]
@@ -128,5 +130,5 @@ def write_kv(
         BLOCK_K=block_k,
         BLOCK_V=triton.next_power_of_2(pages.v_dim),
         num_warps=4,
-        **dependent_launch(),
+        **dependent_launch(early),
     )

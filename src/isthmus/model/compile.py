@@ -59,7 +59,8 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
     """
     merged = merge_projections(model)
     routed = experts.use(model)
-    linear.use(model)
+    if compiled:
+        linear.use(model)
     tag(model)
     for stand_in in stand_ins(model):
         hang(stand_in.module, stand_in.layer)

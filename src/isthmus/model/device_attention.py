@@ -79,6 +79,8 @@ class DeviceBatch:
         owner: Mapping[int, int],
         pages: Mapping[int, LayerPages],
         workspace: Workspace,
+        *,
+        early: bool = True,
     ) -> None:
         self.step: Mapping[str, GroupStep] = {}  # by group
         self.positions = torch.empty(0, dtype=torch.int64)  # [T], of the step
@@ -86,6 +88,7 @@ class DeviceBatch:
         self._owner = owner
         self._pages = pages
         self._workspace = workspace
+        self._early = early  # see `write_kv`
         self.handle = _register(self)
 
     def attend(
@@ -111,10 +114,11 @@ class DeviceBatch:
         owner, step = self._owner[layer], self.step[group]
         pages = self._pages[owner]
         if owner == layer:
-            write_kv(key, value, pages.key, pages.value, step.slots)
+            write_kv(key, value, pages.key, pages.value, step.slots, early=self._early)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         if step.items is not None:
-            decode_attention(query, out, pages.key, pages.value, step.page_table, step.items, self._workspace, how)
+            single = (query, out, pages.key, pages.value, step.page_table, step.items, self._workspace, how)
+            decode_attention(*single, early=self._early)
         if step.tiles is not None:
             given, cached = (query, out, key, value), (pages.key, pages.value, step.page_table)
             prefill_attention(*given, *cached, step.tiles, self._workspace, how)
