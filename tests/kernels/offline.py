@@ -172,9 +172,9 @@ if __name__ == "__main__":
     which, room = map(int, sys.argv[1:])
     if which >= 90:
         for name in ("attention", "linear", "write_kv"):
-            vars(sys.modules[f"isthmus.kernels.{name}"])["dependent_launch"] = lambda: {
+            vars(sys.modules[f"isthmus.kernels.{name}"])["dependent_launch"] = lambda wanted=True: {
                 "DEPENDENT": True, "launch_pdl": True,
-            }  # fmt: skip
+            } if wanted else {"DEPENDENT": False}  # fmt: skip
     for module in (attention, ssd_chunks):
         vars(module)["shared_bytes"] = lambda: room
     print(json.dumps({name: built(launch, which) for name, launch in cases()}))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, processors
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers import Gemma3TextConfig, PreTrainedTokenizerFast
 
 from isthmus.llm import LLM
 from tests.engine.toy_tokenizers import byte_level, token_id
 from tests.llm.small import build
+from tests.server.tiny_model import write_drawn
 
 
 @pytest.fixture(scope="package")
@@ -31,14 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         eos_token_id=tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.normal_(0.0, 1.5 * weight.shape[-1] ** -0.5)
-    model.tie_weights()
-    model.save_pretrained(path)
+    write_drawn(path, config)
     return path
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from isthmus.kernels.attention import Workspace
 from isthmus.kernels.reference import Scoring
+from isthmus.model import linear
 from isthmus.model.compile import prepare
 from isthmus.model.device_attention import DeviceBatch
 from isthmus.model.device_states import DeviceStates, DeviceStep
@@ -143,6 +144,7 @@ def graphs_of(family: str, repeats: int, dtype: torch.dtype) -> int:
     model, batch = built(family, repeats, dtype)
     merged = prepare(model, compiled=False).merged
     assert (merged > 0) == (dtype is not torch.float32 and family != "phi3"), "16-bit models have projections to merge"
+    linear.use(model)  # as compiled models do: what is compared is the compiler alone
     plain = {length: logits(model, batch, length) for length in LENGTHS}
     layers, batch.called = batch.called, []
     operations, batch.states.called = batch.states.called, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from tests.engine.toy_tokenizers import byte_level
 
@@ -26,6 +26,12 @@ def write_tiny_model(path: Path, *, template: str | None = TEMPLATE) -> Path:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         eos_token_id=tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None, final_logit_softcapping=20.0,
     )  # fmt: skip
+    write_drawn(path, config)
+    return path
+
+
+def write_drawn(path: Path, config: PretrainedConfig) -> None:
+    """A model of that shape, with weights that keep its hidden states as large as they come."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -34,4 +40,3 @@ def write_tiny_model(path: Path, *, template: str | None = TEMPLATE) -> Path:
                 weight.normal_(0.0, 1.5 * weight.shape[-1] ** -0.5)
     model.tie_weights()
     model.save_pretrained(path)
-    return path

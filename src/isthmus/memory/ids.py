@@ -184,9 +184,11 @@ class IdSpace:
     def check(self) -> None:
         """Assert the equations at the top of this file."""
         free = self.free_ids()
+        in_ring = np.zeros(self.capacity + 1, np.bool_)
+        in_ring[free] = True
         assert self._free + int(self._live.sum()) == self.capacity, f"id space {self.name!r}: free + live != capacity"
-        assert len(np.unique(free)) == len(free), f"id space {self.name!r}: a free id stands twice in the ring"
-        assert not self._live[free].any(), f"id space {self.name!r}: a live id stands in the ring of free ones"
+        assert np.count_nonzero(in_ring) == len(free), f"id space {self.name!r}: a free id stands twice in the ring"
+        assert not (self._live & in_ring).any(), f"id space {self.name!r}: a live id stands in the ring of free ones"
         assert not self._live[0], f"id space {self.name!r}: id 0 is live"
         for table in self.tables.values():
             assert len(table) == self.capacity + 1, f"table of {table.group!r} is not as long as its id space"
