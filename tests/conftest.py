@@ -14,6 +14,7 @@ import torch
 from _pytest.runner import pytest_runtest_protocol as _run
 
 import tests.plain
+from isthmus.engine.wide_frame import wide_frame
 
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it is compiled or interpreted: before any test imports one.
@@ -38,12 +39,8 @@ def shared_file(name: str) -> Path:
     return path
 
 
-_run_widely = FunctionType(_run.__code__.replace(co_stacksize=1 << 16), _run.__globals__)
-"""Runs a test beneath a wide frame.
-
-CPython asks the system for 16 KiB of stack when a call finds no room and returns them when that call ends: a loop just
-there spends a third of its time so. A frame of half a MiB gets a whole one, and what it calls has the rest.
-"""
+_run_widely = wide_frame(FunctionType(_run.__code__, _run.__globals__))
+"""Runs a test. Without a wide frame, loops at some depths spent a third of their time on the interpreter's stack."""
 
 
 @pytest.hookimpl(tryfirst=True)

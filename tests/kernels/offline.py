@@ -122,7 +122,7 @@ def few_rows() -> object:
     x, weight = torch.empty(4, 1024, dtype=BF16), torch.empty(512, 1024, dtype=BF16)
     built = config_of(4, 2)
     assert built is not None
-    return linear(x, weight, None, counters, built, cores=132)
+    return linear(x, weight, None, counters, built, programs=132)
 
 
 def mamba(n_dim: int) -> Callable[[], object]:

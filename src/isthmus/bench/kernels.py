@@ -46,9 +46,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels measures a GPU, and torch sees none here: run it on a machine with one")
     from isthmus.bench.bandwidth import copy_bandwidth, matmul_flops  # noqa: PLC0415
+    from isthmus.kernels.device import cores as multiprocessors  # noqa: PLC0415
 
     device = torch.device("cuda")
-    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    cores = multiprocessors(device)
     copy = copy_bandwidth(device, _COPY_BYTES)
     result: dict[str, Any] = {
         "copy_gb_per_s": round(copy / 1e9, 1),

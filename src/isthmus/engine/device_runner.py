@@ -34,6 +34,7 @@ from isthmus.engine.padding import ALIGN, padded_items, padding_tiles
 from isthmus.engine.samples import indices_of
 from isthmus.engine.step import Result, Results, ScoreSpan, Step
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace
+from isthmus.kernels.device import cores
 from isthmus.kernels.pages import NOWHERE, copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS, most_parts
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
@@ -127,7 +128,7 @@ class DeviceRunner:
         ranks = latent_ranks(model)
         shapes = {name: attention_shapes(layout, name, ranks) for name in self._tokens}
         width = next(model.parameters()).dtype.itemsize
-        self._grains = {name: grain_of(found, _cores(self.device), width) for name, found in shapes.items()}
+        self._grains = {name: grain_of(found, cores(self.device), width) for name, found in shapes.items()}
         lanes = max((max_num_seqs, *graphs.get(True, ())))  # of decodes, some of which no sequence ever has
         parts = [part for name in shapes for part in parts_of(shapes[name], self._grains[name], lanes, width)]
         workspace = Workspace.holding(parts, self.device)
@@ -438,11 +439,6 @@ class DeviceRunner:
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-
-def _cores(device: torch.device) -> int:
-    """Multiprocessors; a few where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _pad(values: NDArray[np.int32], more: int, value: int) -> NDArray[np.int32]:

@@ -12,7 +12,6 @@ one before it to end, asks for its first weights then, and often launches a seco
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from isthmus.kernels.arrive import arrive_last
 from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
+from isthmus.kernels.device import cores
 from isthmus.kernels.views import stride
 
 MOST_ROWS = 16
@@ -48,10 +48,10 @@ def config_of(rows: int, itemsize: int) -> Config | None:
     return Config(16, 64, 128, 4, 4) if itemsize == 2 and rows <= MOST_ROWS else None
 
 
-def parts_of(outputs: int, inputs: int, config: Config, cores: int) -> int:
-    """Into how many parts the inputs are cut, to give every one of `cores` multiprocessors a program and a few two."""
+def parts_of(outputs: int, inputs: int, config: Config, programs: int) -> int:
+    """Into how many parts the inputs are cut, to give every one of so many multiprocessors a program and a few two."""
     tiles = triton.cdiv(outputs, config.block_n)
-    most = max(1, cores * 5 // 4 // tiles)
+    most = max(1, programs * 5 // 4 // tiles)
     blocks = triton.cdiv(inputs, config.block_k)
     each = max(triton.cdiv(blocks, most), min(blocks, triton.cdiv(_LEAST_INPUTS, config.block_k)))
     return int(triton.cdiv(blocks, each))
@@ -134,11 +134,6 @@ def _store(
     tl.store(p_to, b_out.to(p_to.dtype.element_ty), mask=inside)
 
 
-@functools.cache
-def _cores(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -146,13 +141,14 @@ def linear(
     counters: Tensor,
     config: Config,
     *,
-    cores: int | None = None,
+    programs: int | None = None,
 ) -> Tensor:
     """x `[rows, inputs]` with unit last stride, at most `config.block_m` rows of them; weight `[outputs, inputs]`,
     contiguous; bias `[outputs]` -> `[rows, outputs]`.
 
     `counters` int32 `[TILES]`, 0 between launches: launches of one stream share them. Nothing is read by the host, so
-    it can be captured in a CUDA graph. `cores` are the GPU's multiprocessors.
+    it can be captured in a CUDA graph. `programs` are how many run at once, if not as many as
+    the GPU has multiprocessors.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     assert weight.is_contiguous(), "a weight's rows lie one behind the other"
@@ -163,7 +159,7 @@ def linear(
         return out
     tiles = triton.cdiv(outputs, config.block_n)
     assert tiles <= len(counters), "more tiles than counters"
-    parts = parts_of(outputs, inputs, config, _cores(x.device) if cores is None else cores)
+    parts = parts_of(outputs, inputs, config, programs or cores(x.device))
     partial = x.new_empty((parts, rows, outputs), dtype=torch.float32) if parts > 1 else None
     _few_rows_linear_kernel[(tiles * parts,)](
         x,

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._inductor import config as inductor
@@ -46,10 +45,11 @@ class Prepared:
     merged: int
     compiled: int
     experts: int  # modules of them
+    linears: int  # layers with a product of our own for few rows
 
     def __str__(self) -> str:
         how = f"{self.compiled} layers compiled" if self.compiled else "layers not compiled (--enforce-eager)"
-        return f"{how}, {self.merged} projections merged"
+        return f"{how}, {self.merged} projections merged, {self.linears} linear layers with a kernel for few rows"
 
 
 def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
@@ -59,8 +59,7 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
     """
     merged = merge_projections(model)
     routed = experts.use(model)
-    if compiled:
-        linear.use(model)
+    linears = linear.use(model) if compiled else 0
     tag(model)
     for stand_in in stand_ins(model):
         hang(stand_in.module, stand_in.layer)
@@ -69,7 +68,7 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
         layer.compile(backend=compile_layer, dynamic=True, fullgraph=True)
     if compiled:
         torch._dynamo.config.recompile_limit = _VARIANTS
-    return Prepared(merged, len(layers), routed)
+    return Prepared(merged, len(layers), routed, linears)
 
 
 class Choices(InductorChoices):
@@ -135,5 +134,8 @@ def _always_waiting() -> Iterator[None]:
         finally:
             scheduler.previous_node = previous
 
-    with mock.patch.object(TritonKernel, "_handle_pdl_before_access", wait):
+    TritonKernel._handle_pdl_before_access = wait  # type: ignore[assignment,method-assign]
+    try:
         yield
+    finally:
+        TritonKernel._handle_pdl_before_access = unpatched  # type: ignore[method-assign]
