@@ -4,7 +4,8 @@ from isthmus.memory.delta import Copies, Delta, Frees, Moves, Op, Writes
 from isthmus.memory.group import Group
 from isthmus.memory.ids import IdSpace, PageTable, PhysicalPages, VirtualLike, VirtualPages
 from isthmus.memory.journal import Journal
-from isthmus.memory.pool import Plan, Pool, Refusal, StalePlanError
+from isthmus.memory.plan import Plan, Refusal, StalePlanError
+from isthmus.memory.pool import Pool
 from isthmus.memory.records import JournalError
 from isthmus.memory.replay import DivergenceError, Replay, replay
 from isthmus.memory.spec import LayerKV, PageSpec, Part, kv_spec, opaque_spec, state_spec

@@ -12,13 +12,14 @@ Every region keeps to its own page grid (page p lies at p * page_bytes), so a bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.memory.group import Group, null_bytes
 from isthmus.memory.region import Anchor, Region
 
 Span: TypeAlias = tuple[int, int]
@@ -103,6 +104,14 @@ class Chain:
                 yield 0
         yield self.hi - edge
 
+    def emptied(self) -> Chain:
+        """The same borders and grids with nothing live. For questions alone: its regions have room for no owner."""
+        return Chain(
+            self.lo,
+            self.hi,
+            [Region(r.name, r.page_bytes, 0, r.first, r.last, r.anchor) for r in self.regions],
+        )
+
     def check(self) -> None:
         """Assert the equation at the top of this file and every region's own."""
         assert all(gap >= 0 for gap in self.gaps()), f"regions overlap: {[(r.name, r.lo, r.hi) for r in self.regions]}"
@@ -141,6 +150,37 @@ class Chain:
             lo = min(hi - n, cover_lo) if covered else hi - n
             edge = lo * region.page_bytes
         return limits[::-1]
+
+
+def build_chains(groups: Sequence[Group], arena_bytes: int, walls: Mapping[str, int] | None) -> list[Chain]:
+    """One chain of all groups, given low to high, above their null pages; with walls, bytes per group, one for each.
+
+    ValueError if the walls name other groups, or more bytes than there are.
+    """
+    lo = null_bytes(groups)
+    if walls is None:
+        return [_chain(lo, arena_bytes, groups, arena_bytes)]
+    if set(walls) != {g.name for g in groups} or min(walls.values()) < 0:
+        raise ValueError(f"walls must name a size for each of {', '.join(g.name for g in groups)}")
+    if lo + sum(walls.values()) > arena_bytes:
+        raise ValueError(
+            f"walls of {sum(walls.values())} bytes and {lo} for the null pages do not fit an arena of {arena_bytes}"
+        )
+    chains = []
+    for group in groups:
+        hi = lo + walls[group.name]
+        chains.append(_chain(lo, hi, [group], arena_bytes))
+        lo = hi
+    return chains
+
+
+def _chain(lo: int, hi: int, groups: Sequence[Group], arena_bytes: int) -> Chain:
+    anchors = [Anchor.LOW, *[Anchor.FLOAT] * (len(groups) - 2), Anchor.HIGH][: len(groups)]
+    regions = []
+    for group, anchor in zip(groups, anchors, strict=True):
+        size = group.spec.page_bytes
+        regions.append(Region(group.name, size, arena_bytes // size, -(-lo // size), hi // size, anchor))
+    return Chain(lo, hi, regions)
 
 
 def _place(region: Region, n: int, cover: Span, a: int, b: int) -> Span:

@@ -62,7 +62,7 @@ class PageTable:
 
     def __init__(self, space: IdSpace, group: str) -> None:
         self.group = group
-        self.entries: NDArray[np.int32] = np.zeros(space.capacity + 1, np.int32)  # 0 = not bound; written by Pool alone
+        self.entries: NDArray[np.int32] = np.zeros(space.capacity + 1, np.int32)  # 0 = not bound; only `Bindings` write
 
     def __len__(self) -> int:
         return len(self.entries)

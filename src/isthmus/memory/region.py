@@ -35,7 +35,10 @@ class Anchor(enum.Enum):
 
 
 class Region:
-    """State of one region. Only `Pool` changes it; pages here are physical, on this group's own grid."""
+    """State of one region; pages here are physical, on this group's own grid.
+
+    Only the group's `Bindings` change it, and `Pool` trims it when a plan is carried out.
+    """
 
     def __init__(self, name: str, page_bytes: int, pages: int, first: int, last: int, anchor: Anchor) -> None:
         self.name = name
@@ -61,6 +64,13 @@ class Region:
         if not self.pins:
             return self.last, self.first
         return min(self.pins), max(self.pins) + 1
+
+    def packed(self) -> tuple[int, int]:
+        """The smallest span at the anchor (a float's: where it starts today) that holds what is live and pinned."""
+        pinned = self.cover(keep=False)
+        if self.anchor is Anchor.HIGH:
+            return min(self.last - self.live, pinned[0]), self.last
+        return self.lo, max(self.lo + self.live, pinned[1])
 
     def take(self, n: int, lo: int, hi: int) -> Index:
         """Choose n free pages in the span-to-be [lo, hi): holes nearest the anchor, then past the frontiers.

@@ -15,7 +15,8 @@ from isthmus.memory.group import Group
 from isthmus.memory.ids import PhysicalPages
 from isthmus.memory.journal import read
 from isthmus.memory.owners import Owners
-from isthmus.memory.pool import Pool, Refusal
+from isthmus.memory.plan import Refusal
+from isthmus.memory.pool import Pool
 from isthmus.memory.records import Code, Int32, IntLike, JournalError, Record, narrow, outcome, unpack
 from isthmus.memory.spec import PageSpec
 

@@ -54,9 +54,8 @@ def restore(pool: Pool, arrays: Sequence[Int32]) -> None:
         ids_of = pool.spaces[group.space].live_ids() if name in pool.covering[group.space] else bound
         if len(ids_of) != len(pages):
             raise ValueError(f"group {name!r}: {len(pages)} pages for {len(ids_of)} ids")
-        pool.tables[name].bind(ids_of.astype(np.int64), pages)
         pins = dict(zip(pinned.tolist(), holders.tolist(), strict=True))
-        pool.regions[name].restore(int(span[0]), int(span[1]), pages.astype(np.int64), ids_of.astype(np.int64), pins)
+        pool.bindings[name].restore(int(span[0]), int(span[1]), ids_of.astype(np.int64), pages.astype(np.int64), pins)
 
 
 def most_bytes(pool: Pool) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from isthmus.memory.arena import Chain
+from isthmus.memory.region import Anchor
 
 _NULL, _HOLE, _FREE = "0", ".", " "
 
@@ -44,6 +48,29 @@ class ArenaUsage:
     gap: int  # free bytes between frontiers, the slack of page grids included
     tail: int  # bytes above the last whole page of the high end while it has pages, or beyond the walls
     groups: dict[str, GroupUsage]
+
+    @classmethod
+    def of(cls, chains: Sequence[Chain], total: int, cached: Mapping[str, int]) -> ArenaUsage:
+        """An arena of `total` bytes, chains low to high; `cached[group]` of its owned pages are unused."""
+        groups = {
+            r.name: GroupUsage(
+                r.name,
+                r.page_bytes,
+                r.live - cached.get(r.name, 0),
+                len(r.holes),
+                r.lo * r.page_bytes,
+                r.hi * r.page_bytes,
+                cached.get(r.name, 0),
+            )
+            for chain in chains
+            for r in chain.regions
+        }
+        gap = sum(gap for chain in chains for gap in chain.gaps())
+        high = chains[-1].regions[-1]
+        top = chains[-1].hi
+        if high.anchor is Anchor.HIGH and high.span:  # above its last whole page nobody can be
+            gap, top = gap - (top - high.hi * high.page_bytes), high.hi * high.page_bytes
+        return cls(total, chains[0].lo, gap, total - top, groups)
 
     @property
     def live(self) -> int:
