@@ -96,6 +96,13 @@ def test_kernels_are_sorted_into_classes() -> None:
     names = {
         "decode_kernel": "attention",
         "prefill_kernel": "attention",
+        "_delta_kernel": "states",
+        "_conv_outputs_kernel": "states",
+        "_put_states_kernel": "states",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "states",
+        "_plan_kernel": "routing",
+        "_top_k_kernel": "routing",
+        "_few_rows_linear_kernel": "matrix products",
         "_write_kernel": "cache writes",
         "_translate_kernel": "tables and moves",
         "_copy_kernel": "tables and moves",
@@ -109,6 +116,12 @@ def test_kernels_are_sorted_into_classes() -> None:
         "Memcpy HtoD (Pinned -> Device)": "other",
     }
     assert {name: class_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize("sort", ["poi", "per", "red"])
+@pytest.mark.parametrize("between", ["gelu_linear_mul_split", "add_attend_cat_mean_rsqrt", "softmax_topk_linear"])
+def test_fused_kernels_are_not_the_operators_they_stand_between(sort: str, between: str) -> None:
+    assert class_of(f"triton_{sort}_fused__to_copy_{between}_3") == "elementwise and norms"
 
 
 def test_a_trace_counts_time_once_and_only_the_gpu() -> None:

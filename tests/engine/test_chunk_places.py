@@ -316,7 +316,7 @@ def test_one_capture_computes_any_chunks(device: str, name: str, monkeypatch: py
     none = np.zeros(0, np.int64)
     inputs = StateInputs(none, entry, fresh, starts, ends, decodes, chunks, FixedChunks.of(views))
     with torch.inference_mode():
-        forward = captured(device, lambda: library.run(inputs.step(tables), view, *given))
+        forward = captured(device, lambda: library.run(inputs.step(tables, early=False), view, *given))
         for counts in ([255], [1, 130, 1, 65, 2], [2] * 4, [1, 190], [1, 1], [64, 1, 2], [128, 64, 63], [5]):
             start, pages = np.cumsum([0, *counts]).astype(np.int64), np.arange(len(counts), 0, -1)
             past = np.arange(len(counts)) % 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from isthmus.memory import Pool
 from isthmus.model import device_states
 from isthmus.model.compile import prepare
 from isthmus.model.device_attention import TAG
+from isthmus.model.device_states import StateInputs
 from isthmus.model.layout import derive
 from isthmus.model.mixers import mixers
 from isthmus.params import SamplingParams
@@ -224,3 +226,12 @@ def test_a_layer_is_told_its_number_and_its_executor() -> None:
     numbers: list[Tensor] = [getattr(mixer.module, TAG) for mixer in mixers(twin)]
     assert [int(number) for number in numbers] == [0] * 4 + [1] * 4
     assert all(number.device.type == "cpu" for number in numbers)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_kernels_begin_early_where_all_they_read_at_once_is_there(wanted: bool, chunks: int) -> None:
+    """With chunks in the step, what says where its decodes are is written between two kernels of a layer."""
+    three = torch.arange(3)
+    inputs = StateInputs(np.arange(4), three.int(), three > 0, three, three, three[chunks:], three[:chunks])
+    assert inputs.step(torch.ones(3, dtype=torch.int32), early=wanted).early is (wanted and not chunks)

@@ -24,10 +24,16 @@ from triton.runtime.jit import JITFunction
 
 from isthmus.kernels import attention, ssd_chunks
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
-from isthmus.kernels.experts import expert_linear, work_size
+from isthmus.kernels.causal_conv_decode import causal_conv_decode
+from isthmus.kernels.experts import expert_linear, sort_pairs, work_size
+from isthmus.kernels.gated_delta_decode import gated_delta_decode
 from isthmus.kernels.linear import config_of, linear
 from isthmus.kernels.plan import FIELDS
 from isthmus.kernels.reference import Scoring
+from isthmus.kernels.rglru_decode import rglru_decode
+from isthmus.kernels.scan_decode import scan_decode
+from isthmus.kernels.ssd_decode import ssd_decode
+from isthmus.kernels.top_k import top_k
 
 NAMES = {
     torch.bfloat16: "bf16",
@@ -40,6 +46,20 @@ NAMES = {
 }
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e5m2
 
+
+EARLY = (
+    "attention",
+    "causal_conv_decode",
+    "experts",
+    "gated_delta_decode",
+    "linear",
+    "rglru_decode",
+    "scan_decode",
+    "ssd_decode",
+    "top_k",
+    "write_kv",
+)
+"""Modules whose kernels may begin before the one before them has ended."""
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 TOUCHES = re.compile(r"\b(ld\.global|st\.global|atom\.global|red\.global|cp\.async\.c[ag])\b|(griddepcontrol\.wait)")
@@ -137,6 +157,28 @@ def mamba(n_dim: int) -> Callable[[], object]:
     return lambda: ssd_chunks.ssd_chunks(view, where, rows, rows, out, step, of_heads, rate, of_heads, out)
 
 
+def sorting() -> object:
+    """Of a step's pairs."""
+    return sort_pairs(torch.zeros(64, dtype=torch.int64), 32, 16)
+
+
+def states() -> Iterator[tuple[str, Callable[[], object]]]:
+    """A token for each of some sequences with states."""
+    pages, fresh, tokens = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.bool), torch.zeros(8).long()
+    lanes = pages, fresh, tokens
+    rows, of_heads = torch.empty(8, 16, 128, dtype=BF16), torch.empty(8, 16, dtype=BF16)
+    flat, wide = torch.empty(8, 2048, dtype=BF16), torch.empty(4, 16, 128, 128)
+    yield "delta", lambda: gated_delta_decode(wide, *lanes, rows, rows, rows, of_heads, of_heads, rows)
+    saved, taps = torch.empty(4, 3, 2048, dtype=BF16), torch.empty(2048, 4, dtype=BF16)
+    yield "convolution", lambda: causal_conv_decode(saved, *lanes, flat, taps, None, flat)
+    given = of_heads, of_heads[0], torch.empty(16), of_heads[0]
+    yield "duality", lambda: ssd_decode(wide, *lanes, rows, rows, rows, *given, rows)
+    scanned, small = torch.empty(4, 1, 2048, 16), torch.empty(8, 1, 16, dtype=BF16)
+    x, rate, skip = flat[:, None], torch.empty(1, 2048, 16), torch.empty(1, 2048)
+    yield "scan", lambda: scan_decode(scanned, *lanes, x, x, small, small, rate, skip, x)
+    yield "recurrence", lambda: rglru_decode(torch.empty(4, 2048), *lanes, flat, flat, flat)
+
+
 # Latent rows of fp32 fit a GPU with 163 KiB; elsewhere the start says so.
 HEADS = {
     "64": (64, 8, 64, 64, BF16, BF16),
@@ -163,7 +205,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"prefill {name}", prefill
     for pairs in (8, 512, 8192):
         yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
+    yield "choice of experts", lambda: top_k(torch.empty(64, 128, dtype=FP32), 8, early=True)
+    yield "sorting of pairs", sorting
     yield "linear of few rows", few_rows
+    yield from states()
     for n_dim in (128, 256):
         yield f"Mamba-2 {n_dim}", mamba(n_dim)
 
@@ -171,7 +216,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
 if __name__ == "__main__":
     which, room = map(int, sys.argv[1:])
     if which >= 90:
-        for name in ("attention", "linear", "write_kv"):
+        for name in EARLY:
             vars(sys.modules[f"isthmus.kernels.{name}"])["dependent_launch"] = lambda wanted=True: {
                 "DEPENDENT": True, "launch_pdl": True,
             } if wanted else {"DEPENDENT": False}  # fmt: skip

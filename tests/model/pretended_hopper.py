@@ -21,7 +21,6 @@ import triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.debug import DebugContext
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 
 from isthmus.model import compile as ours
+from isthmus.model.top_k import decompositions
 
 H200 = SimpleNamespace(
     name="H200",
@@ -94,7 +94,7 @@ def bodies(function: Callable[[Tensor], Any], *shape: int) -> list[str]:
     fake = FakeTensorMode(shape_env=shapes)
     with fake:
         x = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-        traced = make_fx(lambda x: tree_leaves(function(x)), select_decomp_table(), "real")(x)
+        traced = make_fx(lambda x: tree_leaves(function(x)), decompositions(), "real")(x)
     with ours.options(), V.set_fake_mode(fake), V.set_debug_handler(DebugContext()):
         graph = GraphLowering(traced, shape_env=shapes)
         with V.set_graph_handler(graph):

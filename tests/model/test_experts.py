@@ -26,7 +26,7 @@ SORTS = {
 def modules(family: str) -> list[Any]:
     model_type, values = config_of(family)
     model = tiny(model_type, **values)
-    experts.use(model)
+    experts.use(model, early=True)
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 

@@ -17,13 +17,19 @@ from torch.profiler import ProfilerActivity, profile
 
 CLASSES = {
     "attention": r"decode_kernel|prefill_kernel|attention|attend|flash|fmha|merge_kernel",
+    "states": r"_(delta|conv|conv_\w+|ssd|scan|rglru|chunks|\w+_states)_kernel|chunk_|recompute_w_u|solve_|merge_16x16|"
+    r"l2norm|kda_gate|gdn_gate",
     "cache writes": r"write_kernel|write_kv",
+    "routing": r"_(count|plan|place|top_k)_kernel",
     "tables and moves": r"^_?(translate|scatter|copy|fill)_kernel",
     "sampling": r"argmax|survey|greedy|choose|edit_kernel|rank_kernel|score_kernel|softmax|sort|topk|radix|multinomial",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|matmul|triton_tem|triton_mm|linear|dot_kernel",
     "elementwise and norms": r"^triton_|elementwise|reduce_kernel|norm|gather|index|embedding|cat|silu|gelu|rotary",
 }
 """Patterns of kernel names, case ignored; the first that matches is the class, "other" if none does."""
+
+_FUSED = "triton_(poi|per|red)_"
+"""Kernels of Inductor, whatever is in their names: what they are fused from, and between which opaque operators."""
 
 _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -77,6 +83,8 @@ class Trace:
 
 def class_of(name: str) -> str:
     """The class of a kernel."""
+    if re.match(_FUSED, name):
+        return "elementwise and norms"
     return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 

@@ -138,6 +138,7 @@ class DeviceRunner:
             if owner == layer
         }
         self._batch = DeviceBatch(layout.layer_group, layout.owner, pages, workspace, early=early)
+        self._early = early
         self._states = DeviceStates(state_views(arena, layout.groups))
         self._table = self._zeros(self._tables.size)
         self._page_tables = {name: self._zeros(max_num_seqs, self._tables.columns) for name in self._tokens}
@@ -408,7 +409,7 @@ class DeviceRunner:
         self._prepare(inputs)
         self._batch.step, self._batch.positions = inputs.groups, inputs.positions
         if inputs.states is not None:
-            self._states.step = inputs.states.step(self._table)
+            self._states.step = inputs.states.step(self._table, early=self._early)
             for mixer in self._mixers:  # another executor may have had them
                 mixer.batch = self._states
         # Ordinary launches: kernels that begin early rely on them to stand behind the tables' writes.

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
 
@@ -48,8 +49,10 @@ def _conv_kernel(
     BIAS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     o_lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     there, inside = o_lane < count, o_channel < CHANNELS
@@ -61,6 +64,7 @@ def _conv_kernel(
     # The factor VECTOR tells the compiler how wide it may load.
     p_rows = p_state + (page * page_vectors * VECTOR)[:, None] + o_channel[None, :]
     p_taps = p_weight + o_channel * WIDTH
+    wait_for_previous(DEPENDENT)
     b_x = tl.load(p_x + (token * x_token)[:, None] + o_channel[None, :], mask=live, other=0.0)
     b_out = b_x.to(tl.float32) * tl.load(p_taps + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)[None, :]
     if BIAS:
@@ -87,12 +91,13 @@ def causal_conv_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
+    early: bool = True,
 ) -> None:
     """`causal_conv` of n sequences with one token each, with fp32 sums.
 
     Args:
         view: `[pages, K - 1, C]` over the arena, changed in place; K is 2 or more.
-        pages, fresh, tokens: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`.
+        pages, fresh, tokens, early: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`.
         x: `[T, C]`, unit last stride.
         weight: `[C, K]`, contiguous.
         bias: `[C]`.
@@ -125,4 +130,5 @@ def causal_conv_decode(
         VECTOR=VECTOR_BYTES // view.itemsize,
         BLOCK_C=min(tile.channels, triton.next_power_of_2(channels)),
         num_warps=tile.num_warps,
+        **dependent_launch(early),
     )

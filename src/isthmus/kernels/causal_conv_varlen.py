@@ -48,7 +48,7 @@ def _saved(
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_starts", "p_owner", "page_vectors", "tokens"])
-def _outputs_kernel(
+def _conv_outputs_kernel(
     p_state: tl.tensor,
     p_pages: tl.tensor,
     p_fresh: tl.tensor,
@@ -96,7 +96,7 @@ def _outputs_kernel(
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_starts", "p_ends", "page_vectors"])
-def _save_kernel(
+def _conv_inputs_kernel(
     p_state: tl.tensor,
     p_pages: tl.tensor,
     p_fresh: tl.tensor,
@@ -169,7 +169,7 @@ def causal_conv_varlen(
     columns, vectors = triton.cdiv(channels, block_c), page_bytes // VECTOR_BYTES
     flags = fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _outputs_kernel[(triton.cdiv(len(x), tile.tokens), columns)](
+    _conv_outputs_kernel[(triton.cdiv(len(x), tile.tokens), columns)](
         view,
         pages,
         flags,
@@ -190,7 +190,7 @@ def causal_conv_varlen(
         BLOCK_C=block_c,
         num_warps=tile.num_warps,
     )
-    _save_kernel[(len(pages), columns)](
+    _conv_inputs_kernel[(len(pages), columns)](
         view,
         pages,
         flags,

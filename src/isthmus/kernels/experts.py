@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
+
 _FEW = 4096
 """Pairs that one program sorts faster than three launches do."""
 
@@ -119,12 +121,15 @@ def _plan_kernel(
     most: tl.int32,
     EXPERTS: tl.constexpr,
     FEW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
     """Cut each expert's pairs into tiles, and point the cursors at the first. Of FEW pairs, also count and place them;
     otherwise the cursors hold their numbers."""
+    let_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     o_expert = tl.arange(0, BLOCK_E)
     known = o_expert < EXPERTS
     if FEW:
@@ -161,12 +166,13 @@ def _place_kernel(
     _place(p_expert, p_order, p_cursor, tl.program_id(0) * BLOCK, pairs, BLOCK)
 
 
-def sort_pairs(expert_of: Tensor, experts: int, block_m: int) -> Tensor:
+def sort_pairs(expert_of: Tensor, experts: int, block_m: int, *, early: bool = True) -> Tensor:
     """Plan the products of a step.
 
     Args:
         expert_of: integers `[pairs]` below `experts`, contiguous.
         block_m: of the build that will take it, see `config_of`.
+        early: it may begin before the kernel before it has ended (`isthmus.kernels.dependent`).
 
     Returns:
         what `Work.of` takes apart.
@@ -193,6 +199,7 @@ def sort_pairs(expert_of: Tensor, experts: int, block_m: int) -> Tensor:
         BLOCK=_SORTED,
         BLOCK_E=block_e,
         num_warps=8,
+        **dependent_launch(early and few),
     )
     if not few:
         _place_kernel[(blocks,)](expert_of, order, cursor, pairs, BLOCK=_SORTED)
@@ -216,15 +223,18 @@ def _linear_kernel(
     BIAS: tl.constexpr,
     TILE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     # Who runs at the same time shares a tile's rows, or an expert's weight.
     if TILE_FIRST:
         i_tile, i_block = tl.program_id(0) % most, tl.program_id(0) // most
     else:
         i_tile, i_block = tl.program_id(0) // tl.cdiv(N, BLOCK_N), tl.program_id(0) % tl.cdiv(N, BLOCK_N)
+    wait_for_previous(DEPENDENT)
     expert = tl.load(p_tiles + i_tile * 3)
     if expert < 0:
         return
@@ -281,6 +291,7 @@ def expert_linear(
     top_k: int,
     transposed: bool = False,
     config: Config | None = None,
+    early: bool = True,
 ) -> Tensor:
     """Each pair's row times its expert's weight, with fp32 sums.
 
@@ -289,6 +300,7 @@ def expert_linear(
         work: from `sort_pairs`, planned for the same build.
         weight: `[experts, N, K]`; `[experts, K, N]` if `transposed`; contiguous.
         bias: `[experts, N]`, contiguous.
+        early: as in `sort_pairs`.
 
     Returns:
         `[pairs, N]`.
@@ -325,5 +337,6 @@ def expert_linear(
         BLOCK_K=_dividing(k, built.block_k),
         num_warps=built.num_warps,
         num_stages=built.num_stages,
+        **dependent_launch(early),
     )
     return out

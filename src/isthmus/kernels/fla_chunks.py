@@ -142,7 +142,7 @@ ELEMENTS = 4096
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_bounds", "page_vectors"])
-def _take_kernel(
+def _take_states_kernel(
     p_view: tl.tensor,
     p_pages: tl.tensor,
     p_fresh: tl.tensor,
@@ -163,7 +163,7 @@ def _take_kernel(
 
 
 @triton.jit(do_not_specialize=["p_pages", "page_vectors"])
-def _put_kernel(
+def _put_states_kernel(
     p_view: tl.tensor,
     p_pages: tl.tensor,
     p_states: tl.tensor,
@@ -194,7 +194,7 @@ def take_states(view: Tensor, packed: Packed) -> Tensor:
     programs, vectors, size, vector = _geometry(view)
     out = view.new_empty(len(packed.pages), *view.shape[1:])
     fresh = packed.fresh.view(torch.uint8)
-    _take_kernel[(len(out), programs)](
+    _take_states_kernel[(len(out), programs)](
         view, packed.pages, fresh, packed.bounds, out, vectors, SIZE=size, VECTOR=vector, BLOCK=ELEMENTS, num_warps=4
     )
     return out
@@ -205,7 +205,7 @@ def put_states(view: Tensor, packed: Packed, states: Tensor) -> None:
     programs, vectors, size, vector = _geometry(view)
     assert states.dtype == view.dtype, "states keep their dtype"
     assert states.is_contiguous(), "numbers by address"
-    _put_kernel[(len(states), programs)](
+    _put_states_kernel[(len(states), programs)](
         view, packed.pages, states, vectors, SIZE=size, VECTOR=vector, BLOCK=ELEMENTS, num_warps=4
     )
 

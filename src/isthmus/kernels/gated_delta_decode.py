@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
 from isthmus.kernels.gated_delta import UNIT
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
@@ -36,7 +37,7 @@ sequences of 16 heads of 128 x 128); one sequence alone takes 1 microsecond long
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_fresh", "p_tokens", "page_vectors"])
-def _decode_kernel(
+def _delta_kernel(
     p_state: tl.tensor,
     p_pages: tl.tensor,
     p_fresh: tl.tensor,
@@ -61,9 +62,11 @@ def _decode_kernel(
     CHANNELS: tl.constexpr,
     VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     i_column = tl.program_id(0)
     i_head = tl.program_id(1)
     i_lane = tl.program_id(2)
@@ -73,14 +76,15 @@ def _decode_kernel(
     o_value = i_column * BLOCK_V + tl.arange(0, BLOCK_V)
     live_value = o_value < V_DIM
     p_row = p_out + token * out_token + i_head * V_DIM + o_value
+    o_key = tl.arange(0, BLOCK_K)
+    live_key = o_key < K_DIM
+    # The factor VECTOR tells the compiler how wide it may load.
+    p_own = p_state + page * page_vectors * VECTOR + i_head * (K_DIM * V_DIM)
+    p_own = p_own + o_key[:, None] * V_DIM + o_value[None, :]
+    known = live_key[:, None] & (o_value < tl.where(page != 0, V_DIM * (1 - fresh), 0))[None, :]
+    b_state = tl.load(p_own, mask=known, other=0.0)
+    wait_for_previous(DEPENDENT)
     if page != 0:
-        o_key = tl.arange(0, BLOCK_K)
-        live_key = o_key < K_DIM
-        # The factor VECTOR tells the compiler how wide it may load.
-        p_own = p_state + page * page_vectors * VECTOR + i_head * (K_DIM * V_DIM)
-        p_own = p_own + o_key[:, None] * V_DIM + o_value[None, :]
-        known = live_key[:, None] & (o_value < V_DIM * (1 - fresh))[None, :]
-        b_state = tl.load(p_own, mask=known, other=0.0)
         o_row = i_head // GROUP * K_DIM + o_key
         b_query = tl.load(p_query + token * query_token + o_row, mask=live_key, other=0.0)
         b_key = tl.load(p_key + token * key_token + o_row, mask=live_key, other=0.0)
@@ -120,6 +124,7 @@ def gated_delta_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
+    early: bool = True,
 ) -> None:
     """`gated_delta_rule`, or with decay `[T, heads, K]` `kimi_delta_rule`, of n sequences with one token each.
 
@@ -133,6 +138,8 @@ def gated_delta_decode(
         decay: `[T, heads]` or `[T, heads, K]`.
         beta: `[T, heads]`.
         out: `[T, heads, V]`, written at `tokens`.
+        early: it may begin before the kernel before it has ended, and pages, fresh, tokens and states are read then
+            (`isthmus.kernels.dependent`): between what writes them and this lies an ordinary launch.
     """
     _, heads, k_dim, v_dim = view.shape
     assert view.dtype == torch.float32, "states are fp32"
@@ -141,7 +148,7 @@ def gated_delta_decode(
     block_v = min(tile.columns, triton.next_power_of_2(v_dim))
     if len(pages) == 0:
         return
-    _decode_kernel[(triton.cdiv(v_dim, block_v), heads, len(pages))](
+    _delta_kernel[(triton.cdiv(v_dim, block_v), heads, len(pages))](
         view,
         pages,
         fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh,
@@ -164,6 +171,7 @@ def gated_delta_decode(
         BLOCK_K=triton.next_power_of_2(k_dim),
         BLOCK_V=block_v,
         num_warps=tile.num_warps,
+        **dependent_launch(early),
     )
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
 
@@ -40,8 +41,10 @@ def _rglru_kernel(
     page_vectors: tl.int32,
     CHANNELS: tl.constexpr,
     VECTOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     i_lane = tl.program_id(1)
     page = tl.load(p_pages + i_lane).to(tl.int64)
     fresh = tl.load(p_fresh + i_lane).to(tl.int32)
@@ -49,11 +52,12 @@ def _rglru_kernel(
     o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = o_channel < CHANNELS
     p_row = p_out + token * out_token + o_channel
+    known = o_channel < tl.where(page != 0, CHANNELS * (1 - fresh), 0)
+    # The factor VECTOR tells the compiler how wide it may load.
+    p_own = p_state + page * page_vectors * VECTOR + o_channel
+    b_state = tl.load(p_own, mask=known, other=0.0).to(tl.float32)
+    wait_for_previous(DEPENDENT)
     if page != 0:
-        known = o_channel < CHANNELS * (1 - fresh)
-        # The factor VECTOR tells the compiler how wide it may load.
-        p_own = p_state + page * page_vectors * VECTOR + o_channel
-        b_state = tl.load(p_own, mask=known, other=0.0).to(tl.float32)
         b_decay = tl.load(p_decay + token * decay_token + o_channel, mask=inside, other=0.0).to(tl.float32)
         b_x = tl.load(p_x + token * x_token + o_channel, mask=inside, other=0.0).to(tl.float32)
         # An approximate exponential may exceed 1, whose difference has no root.
@@ -75,13 +79,14 @@ def rglru_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
+    early: bool = True,
 ) -> None:
     """`isthmus.kernels.rglru.rglru` of n sequences with one token each.
 
     Args:
         view: `[pages, C]` over the arena, changed in place.
-        pages, fresh, tokens: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`; where the state is zero the
-            token is the sequence's first, and enters as it is.
+        pages, fresh, tokens, early: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`; where the state is
+            zero the token is the sequence's first, and enters as it is.
         x, decay: `[T, C]`, unit last stride.
         out: `[T, C]`, unit last stride, written at `tokens`.
     """
@@ -103,4 +108,5 @@ def rglru_decode(
         VECTOR=VECTOR_BYTES // view.itemsize,
         BLOCK_C=min(tile.channels, triton.next_power_of_2(channels)),
         num_warps=tile.num_warps,
+        **dependent_launch(early),
     )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
 from isthmus.kernels.ssd_decode import softplus, strides
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
@@ -59,9 +60,11 @@ def _scan_kernel(
     N_DIM: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     i_channel = tl.program_id(0)
     i_head = tl.program_id(1)
     o_lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
@@ -84,6 +87,7 @@ def _scan_kernel(
     # The factor VECTOR tells the compiler how wide it may load.
     p_own = p_state + (page * page_vectors * VECTOR)[:, None, None] + o_own[None, :, :]
     b_state = tl.load(p_own, mask=inside & (fresh == 0)[:, None, None], other=0.0)
+    wait_for_previous(DEPENDENT)
     b_x = tl.load(p_x + (token * x_token)[:, None] + i_head * x_head + o_channel[None, :], mask=rows, other=0.0)
     b_dt = tl.load(p_dt + (token * dt_token)[:, None] + i_head * dt_head + o_channel[None, :], mask=rows, other=0.0)
     b_b = tl.load(p_b + (token * b_token)[:, None] + i_head * b_head + o_state[None, :], mask=columns, other=0.0)
@@ -112,12 +116,13 @@ def scan_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
+    early: bool = True,
 ) -> None:
     """`isthmus.kernels.selective_scan.selective_scan` of n sequences with one token each.
 
     Args:
         view: `[pages, G, D, N]` over the arena, changed in place.
-        pages, fresh, tokens: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`.
+        pages, fresh, tokens, early: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`.
         x: `[T, G, D]`, unit last stride, as dt, b and c have.
         dt: `[T, G, D]`, with its bias.
         b, c: `[T, G, N]`.
@@ -152,4 +157,5 @@ def scan_decode(
         BLOCK_D=block_d,
         BLOCK_N=block_n,
         num_warps=tile.num_warps,
+        **dependent_launch(early),
     )

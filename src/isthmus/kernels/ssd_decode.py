@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
 from isthmus.kernels.views import VECTOR_BYTES, stride
 
 
@@ -76,9 +77,11 @@ def _ssd_kernel(
     N_DIM: tl.constexpr,
     STEPPED: tl.constexpr,
     VECTOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
+    let_next(DEPENDENT)
     i_row = tl.program_id(0)
     i_head = tl.program_id(1)
     i_lane = tl.program_id(2)
@@ -88,14 +91,15 @@ def _ssd_kernel(
     o_value = i_row * BLOCK_P + tl.arange(0, BLOCK_P)
     live_value = o_value < P_DIM
     p_row = p_out + token * out_token + i_head * P_DIM + o_value
+    o_key = tl.arange(0, BLOCK_N)
+    live_key = o_key < N_DIM
+    # The factor VECTOR tells the compiler how wide it may load.
+    p_own = p_state + page * page_vectors * VECTOR + i_head * (P_DIM * N_DIM)
+    p_own = p_own + o_value[:, None] * N_DIM + o_key[None, :]
+    known = live_value[:, None] & (o_key < tl.where(page != 0, N_DIM * (1 - fresh), 0))[None, :]
+    b_state = tl.load(p_own, mask=known, other=0.0)
+    wait_for_previous(DEPENDENT)
     if page != 0:
-        o_key = tl.arange(0, BLOCK_N)
-        live_key = o_key < N_DIM
-        # The factor VECTOR tells the compiler how wide it may load.
-        p_own = p_state + page * page_vectors * VECTOR + i_head * (P_DIM * N_DIM)
-        p_own = p_own + o_value[:, None] * N_DIM + o_key[None, :]
-        known = live_value[:, None] & (o_key < N_DIM * (1 - fresh))[None, :]
-        b_state = tl.load(p_own, mask=known, other=0.0)
         i_group = i_head // GROUP
         b_query = tl.load(p_query + token * query_token + i_group * query_head + o_key, mask=live_key, other=0.0)
         b_key = tl.load(p_key + token * key_token + i_group * key_head + o_key, mask=live_key, other=0.0)
@@ -138,12 +142,13 @@ def ssd_decode(
     *,
     limit: tuple[float, float] = (0.0, float("inf")),
     tile: Tile = TILE,
+    early: bool = True,
 ) -> None:
     """`isthmus.kernels.ssd.ssd` of n sequences with one token each; the skip is added in fp32, too.
 
     Args:
         view: `[pages, H, P, N]` over the arena, changed in place.
-        pages, fresh, tokens: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`.
+        pages, fresh, tokens, early: as in `isthmus.kernels.gated_delta_decode.gated_delta_decode`.
         query, key: `[T, G, N]`, unit last stride, as value has.
         value: `[T, H, P]`.
         dt: `[T, H]`, unit last stride.
@@ -153,7 +158,7 @@ def ssd_decode(
     assert dt_bias.is_contiguous(), "numbers of heads lie together"
     assert skip.is_contiguous(), "numbers of heads lie together"
     assert dt.stride(1) == 1 or dt.shape[1] == 1, "heads of a token are contiguous"
-    _decode(view, (pages, fresh, tokens), (query, key, value, out), rate, (dt, dt_bias, skip), limit, tile)
+    _decode(view, (pages, fresh, tokens), (query, key, value, out), rate, (dt, dt_bias, skip), limit, tile, early)
 
 
 def lightning_decode(
@@ -168,6 +173,7 @@ def lightning_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
+    early: bool = True,
 ) -> None:
     """`isthmus.kernels.lightning.lightning_attention` of n sequences with one token each.
 
@@ -180,7 +186,7 @@ def lightning_decode(
 
     All else is as in `ssd_decode`.
     """
-    _decode(view, (pages, fresh, tokens), (query, key, value, out), slope, None, (0.0, 0.0), tile)
+    _decode(view, (pages, fresh, tokens), (query, key, value, out), slope, None, (0.0, 0.0), tile, early)
 
 
 def _decode(
@@ -191,6 +197,7 @@ def _decode(
     stepped: tuple[Tensor, Tensor, Tensor] | None,
     limit: tuple[float, float],
     tile: Tile,
+    early: bool,
 ) -> None:
     """lanes: pages, fresh, tokens; rows: query, key, value, out; stepped: dt, dt_bias, skip."""
     _, heads, p_dim, n_dim = view.shape
@@ -223,6 +230,7 @@ def _decode(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=tile.num_warps,
+        **dependent_launch(early),
     )
 
 

@@ -28,12 +28,14 @@ from isthmus.model.device_attention import hang, tag
 from isthmus.model.layout import decoder_layers
 from isthmus.model.mixers import stand_ins
 from isthmus.model.optimize import merge_projections
+from isthmus.model.top_k import decompositions
 
 _ROW = 8192
 """Numbers of a row that a program holds while it reduces and uses them."""
 
-_CODE = "isthmus 1"
-"""Names what is generated here in the cache of compiled layers: to be changed with `Choices` or `_always_waiting`."""
+_CODE = "isthmus 2"
+"""Names what is generated here in the cache of compiled layers: to be changed with `Choices`, `_always_waiting` or
+`isthmus.model.top_k`."""
 
 _VARIANTS = 64  # of one layer class, before torch gives up on compiling it (it must not: fullgraph raises)
 
@@ -58,7 +60,7 @@ def prepare(model: PreTrainedModel, *, compiled: bool) -> Prepared:
     fp32 models keep their projections apart: they are the ones compared with Transformers token for token.
     """
     merged = merge_projections(model)
-    routed = experts.use(model)
+    routed = experts.use(model, early=compiled)
     linears = linear.use(model) if compiled else 0
     tag(model)
     for stand_in in stand_ins(model):
@@ -90,9 +92,9 @@ class Choices(InductorChoices):
 
 
 def compile_layer(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor with `options`: a backend of torch.compile."""
+    """Inductor with `options` and `decompositions`: a backend of torch.compile."""
     with options():
-        compiled = compile_fx(graph, inputs)
+        compiled = compile_fx(graph, inputs, decompositions=decompositions())
     assert callable(compiled)  # anything else is for ahead-of-time compilation
     return compiled
 

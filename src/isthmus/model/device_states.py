@@ -75,6 +75,9 @@ class DeviceStep(StateStep):
     """A step whose tensors are on a device. `fresh` is there always; padding has page 0, and is fresh."""
 
     fixed: FixedChunks | None = None  # None: the host knows it by `query_start`
+    early: bool = False
+    """May kernels for sequences with one token begin before the one before them has ended? Not with chunks beside them:
+    `lanes` is written between two kernels of a layer then, too late for them (`isthmus.kernels.dependent`)."""
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -131,11 +134,12 @@ class StateInputs:
     chunks: Tensor  # int64
     fixed: FixedChunks | None = None
 
-    def step(self, tables: Tensor) -> DeviceStep:
-        """With ids made physical."""
+    def step(self, tables: Tensor, *, early: bool) -> DeviceStep:
+        """With ids made physical. `early`: kernels may begin before the one before them has ended."""
         pages = tables.index_select(0, self.entry).long()
         upload, where = partial(_upload, tables.device), (self.starts, self.ends, self.decodes, self.chunks)
-        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, fixed=self.fixed)
+        early = early and len(self.chunks) == 0
+        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, fixed=self.fixed, early=early)
 
 
 def _upload(device: torch.device, array: NDArray[Any]) -> Tensor:
@@ -217,7 +221,7 @@ def _conv(step: DeviceStep, view: Tensor, x: Tensor, weight: Tensor, bias: Tenso
         assert step.fresh is not None
         return causal_conv_varlen(view, step.pages, step.fresh, step.starts, step.ends, step.owner, x, weight, bias)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    causal_conv_decode(view, *step.lanes, x, weight, bias, out)
+    causal_conv_decode(view, *step.lanes, x, weight, bias, out, early=step.early)
     return out
 
 
@@ -230,7 +234,7 @@ def _delta(
     """As `rule`, one of the delta rules."""
     query, key, value, decay, beta = given = [_by_token(x) for x in inputs]
     out = value.new_empty(value.shape, dtype=query.dtype) if step.only_decodes else rule(step.of_chunks, view, *given)
-    gated_delta_decode(view, *step.lanes, query, key, value, decay, beta, out)
+    gated_delta_decode(view, *step.lanes, query, key, value, decay, beta, out, early=step.early)
     return out
 
 
@@ -264,7 +268,7 @@ def _ssd(
     query, key, value = (_by_head(x) for x in (query, key, value))
     given = query, key, value, _by_token(dt), dt_bias, rate, skip
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    ssd_decode(view, *step.lanes, *given, out, limit=limit)
+    ssd_decode(view, *step.lanes, *given, out, limit=limit, early=step.early)
     ssd_chunks(view, step.several, *given, out, limit=limit)
     return out
 
@@ -273,7 +277,7 @@ def _lightning(step: DeviceStep, view: Tensor, query: Tensor, key: Tensor, value
     """As `isthmus.kernels.lightning.lightning_attention`."""
     query, key, value = (_by_head(x) for x in (query, key, value))
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    lightning_decode(view, *step.lanes, query, key, value, slope, out)
+    lightning_decode(view, *step.lanes, query, key, value, slope, out, early=step.early)
     lightning_chunks(view, step.several, query, key, value, slope, out)
     return out
 
@@ -286,7 +290,7 @@ def _scan(
         return selective_scan(step, view, x, dt, b, c, rate, skip)
     x, dt, b, c = (_by_token(t) for t in (x, dt, b, c))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    scan_decode(view, *step.lanes, x, dt, b, c, rate.contiguous(), skip.contiguous(), out)
+    scan_decode(view, *step.lanes, x, dt, b, c, rate.contiguous(), skip.contiguous(), out, early=step.early)
     return out
 
 
@@ -295,7 +299,7 @@ def _rglru(step: DeviceStep, view: Tensor, x: Tensor, decay: Tensor) -> Tensor:
     if not step.only_decodes:
         return rglru(step, view, x, decay)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rglru_decode(view, *step.lanes, _by_token(x), _by_token(decay), out)
+    rglru_decode(view, *step.lanes, _by_token(x), _by_token(decay), out, early=step.early)
     return out
 
 

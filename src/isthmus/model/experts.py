@@ -7,6 +7,7 @@ compiles to one graph around them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,62 +18,73 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from isthmus.kernels import experts as kernels
 
 NAME = "isthmus"
+PLAIN = "isthmus_plain"
+"""The same, one kernel after the other."""
 
 
-def use(model: PreTrainedModel) -> int:
-    """Let the experts of `model` run here, on its GPU; how many modules of them there are. Others are left alone."""
-    model.set_experts_implementation(NAME)
+def use(model: PreTrainedModel, *, early: bool) -> int:
+    """Let the experts of `model` run here, on its GPU; how many modules of them there are. Others are left alone.
+
+    early: kernels may begin before the one before them has ended (`isthmus.kernels.dependent`).
+    """
+    name = NAME if early else PLAIN
+    model.set_experts_implementation(name)
     found = [module for module in model.modules() if hasattr(module, "is_transposed")]
     for module in found:
-        assert module.config._experts_implementation == NAME, f"{type(module).__name__} kept experts of its own"
+        assert module.config._experts_implementation == name, f"{type(module).__name__} kept experts of its own"
     return len(found)
 
 
-def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _forward(early: bool, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states `[T, width]`, index and weights `[T, top_k]` -> `[T, width]`."""
     tokens, top_k = top_k_index.shape
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up = getattr(module, name)
-    work = torch.ops.isthmus.sort_pairs(top_k_index.contiguous().view(-1), len(up), up.itemsize)
-    x = _linear(module, name, hidden_states, work, top_k)
+    work = torch.ops.isthmus.sort_pairs(top_k_index.contiguous().view(-1), len(up), up.itemsize, early)
+    x = _linear(module, name, hidden_states, work, top_k, early)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _linear(module, "down_proj", x, work, 1)
+    x = _linear(module, "down_proj", x, work, 1, early)
     if getattr(module, "has_post_expert_norm", False):  # Transformers 5.17 has none
         x = module.post_expert_norm(x)
     out = (x.view(tokens, top_k, x.shape[-1]) * top_k_weights[..., None]).sum(1)
     return out.to(hidden_states.dtype)
 
 
-def _linear(module: Any, name: str, x: Tensor, work: Tensor, top_k: int) -> Tensor:
+def _linear(module: Any, name: str, x: Tensor, work: Tensor, top_k: int, early: bool) -> Tensor:
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    out: Tensor = torch.ops.isthmus.expert_linear(x, work, getattr(module, name), bias, top_k, module.is_transposed)
+    weight, transposed = getattr(module, name), module.is_transposed
+    out: Tensor = torch.ops.isthmus.expert_linear(x, work, weight, bias, top_k, transposed, early)
     return out
 
 
-def _sort_pairs(expert_of: Tensor, experts: int, itemsize: int) -> Tensor:
+def _sort_pairs(expert_of: Tensor, experts: int, itemsize: int, early: bool) -> Tensor:
     block_m = kernels.config_of(len(expert_of), experts, itemsize).block_m
-    return kernels.sort_pairs(expert_of, experts, block_m)
+    return kernels.sort_pairs(expert_of, experts, block_m, early=early)
 
 
-def _work(expert_of: Tensor, experts: int, itemsize: int) -> Tensor:
+def _work(expert_of: Tensor, experts: int, itemsize: int, early: bool) -> Tensor:
     return expert_of.new_empty(kernels.work_size(expert_of.shape[0], experts), dtype=torch.int32)
 
 
 def _expert_linear(
-    x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool
+    x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool, early: bool
 ) -> Tensor:
-    return kernels.expert_linear(x, work, weight, bias, top_k=top_k, transposed=transposed)
+    return kernels.expert_linear(x, work, weight, bias, top_k=top_k, transposed=transposed, early=early)
 
 
-def _rows(x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool) -> Tensor:
+def _rows(
+    x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool, early: bool
+) -> Tensor:
     return x.new_empty(x.shape[0] * top_k, weight.shape[2 if transposed else 1])
 
 
-ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+for _name, _early in ((NAME, True), (PLAIN, False)):
+    ALL_EXPERTS_FUNCTIONS.register(_name, partial(_forward, _early))
 _library = torch.library.Library("isthmus", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("sort_pairs(Tensor expert_of, int experts, int itemsize) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define("sort_pairs(Tensor expert_of, int experts, int itemsize, bool early) -> Tensor")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "expert_linear(Tensor x, Tensor work, Tensor weight, Tensor? bias, int top_k, bool transposed) -> Tensor"
+    "expert_linear(Tensor x, Tensor work, Tensor weight, Tensor? bias, int top_k, bool transposed, bool early) "
+    "-> Tensor"
 )
 _library.impl("sort_pairs", _sort_pairs, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("expert_linear", _expert_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
