@@ -1,4 +1,4 @@
-"""Triton's interpreter on a new NumPy, with bfloat16 products and with rounding to fp8, and several times as fast."""
+"""Triton's interpreter on a new NumPy, with bfloat16 products and rounding, and several times as fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _patch_all = interpreter._patch_lang
 _overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 _dot = interpreter.InterpreterBuilder.create_dot
 _convert = interpreter._convert_float
-_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_ROUNDED = {
+    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+    tl.float8e5: (torch.float8_e5m2, torch.uint8),
+    tl.bfloat16: (torch.bfloat16, torch.uint16),
+}
+"""As what they are computed, and kept."""
 
 
 def _patch(tensor: Any, scope: Any) -> None:
@@ -70,11 +75,17 @@ def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
 
 
 def _convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-    """Triton 3.6 drops the carry of a rounded significand (0.49 becomes 0.25), and cuts subnormal numbers off."""
-    if given != tl.float32 or wanted not in _FP8:
+    """Triton 3.6 rounds towards zero to bfloat16; to fp8 it drops the carry of a rounded significand (0.49 becomes
+    0.25), and cuts subnormal numbers off; back from fp8 it makes numbers of NaN."""
+    if wanted == tl.float32 and given in _ROUNDED:
+        dtype, kept = _ROUNDED[given]
+        bits = np.ascontiguousarray(data).view(torch.empty(0, dtype=kept).numpy().dtype)
+        return torch.from_numpy(bits).view(dtype).float().numpy()
+    if given != tl.float32 or wanted not in _ROUNDED:
         return _convert(data, given, wanted, rounding)
+    dtype, kept = _ROUNDED[wanted]
     numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
-    return numbers.to(_FP8[wanted]).view(torch.uint8).numpy()
+    return numbers.to(dtype).view(kept).numpy()
 
 
 if not torch.cuda.is_available():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from isthmus.memory import Pool
+from isthmus.memory import Pool, Refusal
 from tests.memory.helpers import Traffic, Twin, groups_of
 
 SHAPES = {
@@ -168,3 +168,28 @@ def test_fits_asks_an_empty_pool() -> None:
         pass
     assert pool.fits({"full": 6, "window": 6})
     assert not pool.fits({"full": 7, "window": 6})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_fits_at_all_does_not_depend_on_what_is_there(shape: str) -> None:
+    sizes, walls = SHAPES[shape]
+    groups, walls = groups_of(sizes), walls and {n: u * 16 for n, u in walls.items()}
+    cells = 26
+    for seed in range(20):
+        pool, empty = (Pool(cells * 16, groups, walls=walls) for _ in range(2))
+        traffic = Traffic(pool, seed, pins=True)
+        for _ in range(6):
+            traffic.grant(traffic.demand(4))
+            traffic.pin()
+            want = traffic.demand(5)
+            assert pool.fits(want) == empty.could(want)
+
+
+def test_a_refusal_says_how_much_is_missing() -> None:
+    """Of the bytes that stay live and are asked for, what is more than the arena has beside its null page."""
+    pool = Pool(10 * 16, groups_of({"full": 3}))
+    assert Traffic(pool, 0).grant({"full": 1})
+    refusal = pool.plan({"full": 4})
+    assert isinstance(refusal, Refusal)
+    assert refusal.short_bytes == (1 + 4) * 48 - (10 * 16 - 48)
+    assert f"{refusal.short_bytes:,} bytes are missing" in refusal.message

@@ -72,8 +72,6 @@ def _scan_kernel(
     o_state = tl.arange(0, BLOCK_N)
     live_channel, live_state = o_channel < D_DIM, o_state < N_DIM
     o_own = i_head * (D_DIM * N_DIM) + o_channel[:, None] * N_DIM + o_state[None, :]
-    b_rate = tl.load(p_rate + o_own, mask=live_channel[:, None] & live_state[None, :], other=0.0).to(tl.float32)
-    b_skip = tl.load(p_skip + i_head * D_DIM + o_channel, mask=live_channel, other=0.0).to(tl.float32)
 
     there = o_lane < count
     page = tl.load(p_pages + o_lane, mask=there, other=0).to(tl.int64)
@@ -88,6 +86,8 @@ def _scan_kernel(
     p_own = p_state + (page * page_vectors * VECTOR)[:, None, None] + o_own[None, :, :]
     b_state = tl.load(p_own, mask=inside & (fresh == 0)[:, None, None], other=0.0)
     wait_for_previous(DEPENDENT)
+    b_rate = tl.load(p_rate + o_own, mask=live_channel[:, None] & live_state[None, :], other=0.0).to(tl.float32)
+    b_skip = tl.load(p_skip + i_head * D_DIM + o_channel, mask=live_channel, other=0.0).to(tl.float32)
     b_x = tl.load(p_x + (token * x_token)[:, None] + i_head * x_head + o_channel[None, :], mask=rows, other=0.0)
     b_dt = tl.load(p_dt + (token * dt_token)[:, None] + i_head * dt_head + o_channel[None, :], mask=rows, other=0.0)
     b_b = tl.load(p_b + (token * b_token)[:, None] + i_head * b_head + o_state[None, :], mask=columns, other=0.0)
