@@ -17,6 +17,7 @@ _patch_tensor = interpreter._patch_lang_tensor
 _patch_all = interpreter._patch_lang
 _overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 _dot = interpreter.InterpreterBuilder.create_dot
+_binary = interpreter.InterpreterBuilder.binary_op
 _convert = interpreter._convert_float
 _ROUNDED = {
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
@@ -74,6 +75,13 @@ def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
     return _dot(self, _wide(a), _wide(b), *others)
 
 
+def _binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+    """Triton 3.6 adds and compares the bits of such numbers as if they were integers."""
+    if left.dtype.scalar in _ROUNDED:
+        raise TypeError(f"{left.dtype.scalar} numbers must be made wider before anything is computed with them")
+    return _binary(self, left, right, operation)
+
+
 def _convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
     """Triton 3.6 rounds towards zero to bfloat16; to fp8 it drops the carry of a rounded significand (0.49 becomes
     0.25), and cuts subnormal numbers off; back from fp8 it makes numbers of NaN."""
@@ -92,5 +100,6 @@ if not torch.cuda.is_available():
     interpreter._patch_lang_tensor = _patch
     interpreter._patch_lang = _patch_lang
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.binary_op = _binary_op
     interpreter._convert_float = _convert_float
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
