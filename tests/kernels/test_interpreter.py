@@ -1,0 +1,40 @@
+"""What `tests.interpreter` mends in Triton's interpreter, and would be missed if a new Triton undid it."""
+# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+
+
+@triton.jit
+def _convert(p_from: tl.tensor, p_to: tl.tensor, N: tl.constexpr) -> None:
+    o = tl.arange(0, N)
+    tl.store(p_to + o, tl.load(p_from + o).to(tl.float32).to(p_to.dtype.element_ty))
+
+
+@triton.jit
+def _double(p_x: tl.tensor, N: tl.constexpr) -> None:
+    b_x = tl.load(p_x + tl.arange(0, N))
+    tl.store(p_x + tl.arange(0, N), b_x + b_x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_are_rounded_and_widened_as_torch_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    numbers = torch.cat((torch.randn(62), torch.tensor([float("nan"), 1e-3])))
+    narrow, wide = torch.empty(64, dtype=dtype), torch.empty(64)
+    _convert[(1,)](numbers, narrow, N=64)
+    _convert[(1,)](narrow, wide, N=64)
+    torch.testing.assert_close(wide, numbers.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_nobody_computes_with_bits() -> None:
+    with pytest.raises(InterpreterError, match="must be made wider"):
+        _double[(1,)](torch.ones(16, dtype=torch.bfloat16), N=16)
