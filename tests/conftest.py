@@ -63,17 +63,6 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _untuned() -> Iterator[None]:
-    """Kernels of libraries run as they come: trying out all their builds takes minutes, and is for speed alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.cuda.is_available():
-            from triton.runtime.autotuner import Autotuner  # noqa: PLC0415
-
-            patch.setattr(Autotuner, "prune_configs", lambda self, *_: self.configs[:1])
-        yield
-
-
 @pytest.fixture
 def interrupts() -> Iterator[None]:
     """SIGINT has its default action, here and in processes that are started, though a shell's `&` had it ignored."""

@@ -19,7 +19,6 @@ from isthmus.engine.device_plan import DevicePlan
 from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.gpu_backend import warm_steps
 from isthmus.engine.graphs import Inputs, lane_counts, token_counts
-from isthmus.kernels import fla_chunks
 from isthmus.memory import Pool
 from isthmus.model import device_states
 from isthmus.model.compile import prepare
@@ -31,7 +30,6 @@ from isthmus.params import SamplingParams
 from tests.engine.test_device_runner import ENDLESS, LONGEST, ROWS, in_use, random_prompts, serve
 from tests.engine.test_graph_inputs import Replayed
 from tests.engine.toy_tokenizers import byte_level
-from tests.kernels.library import stand_ins
 from tests.model.families import config_of
 from tests.model.harness import paged, reference, tiny
 
@@ -123,22 +121,6 @@ def test_tokens_are_transformers(device: str, family: str, monkeypatch: pytest.M
     outputs = serve(engine, asked, disturb)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert engine.scheduler.counters.preemptions > 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what stands in for the library looks at the host")
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
-def test_chunks_by_a_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its outputs and states are put where ours would be: the model's tokens stay."""
-    monkeypatch.setattr(fla_chunks, "forwards", stand_ins)
-    monkeypatch.setattr(fla_chunks, "DTYPES", (torch.float32,))
-    model = small(family)
-    prompts = random_prompts(11, 1, 5)
-    expected = [reference(model, prompt, 4) for prompt in prompts]
-    engine = engine_on("cpu", model, budget=8)
-    assert isinstance(engine.executor, DeviceRunner)
-    engine.executor._states._operations = device_states.LIBRARY
-    outputs = serve(engine, [(p, SamplingParams(max_tokens=4, **ENDLESS)) for p in prompts])
-    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "inkling"])
@@ -233,5 +215,5 @@ def test_a_layer_is_told_its_number_and_its_executor() -> None:
 def test_kernels_begin_early_where_all_they_read_at_once_is_there(wanted: bool, chunks: int) -> None:
     """With chunks in the step, what says where its decodes are is written between two kernels of a layer."""
     three = torch.arange(3)
-    inputs = StateInputs(np.arange(4), three.int(), three > 0, three, three, three[chunks:], three[:chunks])
+    inputs = StateInputs(np.arange(4), three.int(), three > 0, three, three, three[chunks:], three[:chunks], three)
     assert inputs.step(torch.ones(3, dtype=torch.int32), early=wanted).early is (wanted and not chunks)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tests.kernels.serving import States
 from torch import Tensor
 
-from isthmus.kernels.states import StateStep, state_view
+from isthmus.kernels.states import Int64, StateStep, state_view
 from isthmus.memory import Group, state_spec
 from isthmus.model.device_states import OPERATIONS, DeviceStep
 
@@ -98,6 +100,18 @@ def _rounding(dtype: torch.dtype) -> float:
     return max(1e-5, torch.finfo(dtype).eps)
 
 
+def device_step(query_start: Int64, past: Int64, pages: Int64, device: str) -> DeviceStep:
+    """As `StateStep.of`, on `device`."""
+
+    def there(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    step, owner = StateStep.of(query_start, past, pages), np.repeat(np.arange(len(pages)), np.diff(query_start))
+    starts, ends, decodes, chunks = (x.to(device) for x in (step.starts, step.ends, step.decodes, step.chunks))
+    where = there(pages), there(past == 0), starts, ends, decodes, chunks
+    return DeviceStep(query_start, *where, there, owner=there(owner))
+
+
 def check_operation(
     device: str, operation: Callable[..., Tensor], counts: list[int], shape: tuple[int, ...], *inputs: Tensor,
     tokens: int, **settings: tuple[float, ...],
@@ -111,10 +125,7 @@ def check_operation(
     known = states.pages[past > 0]
     states.view[known] = torch.randn(len(known), *shape)
     there = state_view(states.arena.to(device, copy=True), states.group, "0.state")
-    step = DeviceStep.of(starts, past, states.pages)
-    for name in ("pages", "fresh", "starts", "ends", "decodes", "chunks"):
-        setattr(step, name, getattr(step, name).to(device))
-    step.upload = lambda array: torch.from_numpy(array).to(device)
+    step = device_step(starts, past, states.pages, device)
     rows = [x[: starts[-1]] if i < tokens else x for i, x in enumerate(inputs)]
     out = OPERATIONS[operation.__name__].run(step, there, *(x.to(device) for x in rows), **settings)
     expected = operation(StateStep.of(starts, past, states.pages), states.view, *rows, **settings)

@@ -3,8 +3,9 @@
     python -m tests.kernels.offline 89 101376
 
 prints, as JSON, the bytes of shared memory that each of `cases` takes on a GPU of compute capability 8.9 whose programs
-may have so many; then what its kernels do with memory before they wait for the kernel before them, if they do, in PTX.
-A launch builds what it would run, and runs nothing.
+may have so many; then what its kernels do with memory before they wait for the kernel before them, if they do, in PTX;
+then the tiles that a Hopper's products read from rows of fewer than 128 bytes. A launch builds what it would run, and
+runs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from isthmus.kernels import attention, ssd_chunks
+from isthmus.kernels import attention, delta_chunks, ssd_chunks
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
 from isthmus.kernels.causal_conv_decode import causal_conv_decode
 from isthmus.kernels.experts import expert_linear, sort_pairs, work_size
@@ -62,18 +63,30 @@ EARLY = (
 """Modules whose kernels may begin before the one before them has ended."""
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+SWIZZLED = re.compile(r"^(#\w+) = #ttg\.nvmma_shared<\{swizzlingByteWidth = (\d+)", re.MULTILINE)
+OPERANDS = re.compile(r"memdesc<([^,]+), (#\w+),")
 TOUCHES = re.compile(r"\b(ld\.global|st\.global|atom\.global|red\.global|cp\.async\.c[ag])\b|(griddepcontrol\.wait)")
 
 
-def built(launch: Callable[[], object], capability: int) -> tuple[int, list[str] | None]:
-    """The most shared memory that a kernel of this launch takes on a GPU of that capability, in bytes, and what comes
-    before the one wait of those that have one."""
+def narrow(layouts: str) -> Iterator[str]:
+    """Shapes of what the products of a kernel, in TTGIR, read from rows of fewer than 128 bytes."""
+    widths = {name: int(width) for name, width in SWIZZLED.findall(layouts)}
+    for line in layouts.splitlines():
+        if "warp_group_dot " in line:
+            yield from (shape for shape, layout in OPERANDS.findall(line) if widths.get(layout, 128) < 128)
+
+
+def built(launch: Callable[[], object], capability: int) -> tuple[int, list[str] | None, list[str]]:
+    """The most shared memory that a kernel of this launch takes on a GPU of that capability, in bytes; what comes
+    before the one wait of those that have one; and its narrow tiles."""
     target, taken, early = GPUTarget("cuda", capability, 32), [0], []
+    tiles: set[str] = set()
 
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         options = {name: given.pop(name) for name in OPTIONS if name in given}
         kernel = triton.compile(source(self, dict(zip(self.arg_names, args, strict=False)) | given), target, options)
         taken.append(kernel.metadata.shared)
+        tiles.update(narrow(kernel.asm["ttgir"]))
         touches = [found[0] for found in TOUCHES.finditer(kernel.asm["ptx"])]
         if "griddepcontrol.wait" in touches:
             assert touches.count("griddepcontrol.wait") == 1
@@ -84,7 +97,7 @@ def built(launch: Callable[[], object], capability: int) -> tuple[int, list[str]
         launch()
     finally:
         JITFunction.run = run
-    return max(taken), [touch for touches in early for touch in touches] if early else None
+    return max(taken), [touch for touches in early for touch in touches] if early else None, sorted(tiles)
 
 
 def source(kernel: Any, values: dict[str, Any]) -> ASTSource:
@@ -157,6 +170,17 @@ def mamba(n_dim: int) -> Callable[[], object]:
     return lambda: ssd_chunks.ssd_chunks(view, where, rows, rows, out, step, of_heads, rate, of_heads, out)
 
 
+def delta(key_heads: int, heads: int, k_dim: int, per_channel: bool) -> Callable[[], object]:
+    """Chunks of a delta rule, with decays of heads or of every number of their keys."""
+    integers = [torch.zeros(4, dtype=torch.int64) for _ in range(4)]
+    pages, starts, ends, which = integers
+    where = (pages, torch.zeros(4, dtype=torch.bool), starts, ends, which)
+    owner, view = torch.zeros(64, dtype=torch.int64), torch.empty(4, heads, k_dim, 128)
+    keys, values, beta = (torch.empty(64, *shape, dtype=BF16) for shape in ((key_heads, k_dim), (heads, 128), (heads,)))
+    decay = torch.empty(64, heads, *([k_dim] if per_channel else []))
+    return lambda: delta_chunks.delta_chunks(view, where, owner, keys, keys, values, decay, beta, values)
+
+
 def sorting() -> object:
     """Of a step's pairs."""
     return sort_pairs(torch.zeros(64, dtype=torch.int64), 32, 16)
@@ -211,6 +235,9 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from states()
     for n_dim in (128, 256):
         yield f"Mamba-2 {n_dim}", mamba(n_dim)
+    yield "chunks of gated delta 128", delta(2, 4, 128, per_channel=False)
+    yield "chunks of gated delta 256", delta(2, 4, 256, per_channel=False)
+    yield "chunks of Kimi delta 128", delta(4, 4, 128, per_channel=True)
 
 
 if __name__ == "__main__":
@@ -220,6 +247,6 @@ if __name__ == "__main__":
             vars(sys.modules[f"isthmus.kernels.{name}"])["dependent_launch"] = lambda wanted=True: {
                 "DEPENDENT": True, "launch_pdl": True,
             } if wanted else {"DEPENDENT": False}  # fmt: skip
-    for module in (attention, ssd_chunks):
+    for module in (attention, delta_chunks, ssd_chunks):
         vars(module)["shared_bytes"] = lambda: room
     print(json.dumps({name: built(launch, which) for name, launch in cases()}))

@@ -1,4 +1,5 @@
-"""Every kernel can be built for the GPUs that people have, and takes no more shared memory than a program may there."""
+"""Every kernel can be built for the GPUs that people have, takes no more shared memory than a program may there, and
+asks for no product that is known to come out wrong (see `isthmus.kernels.delta_chunks`)."""
 
 from __future__ import annotations
 
@@ -50,15 +51,16 @@ def builders() -> Iterator[Builders]:
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_builds_fit_into_shared_memory(capability: str, builders: Builders) -> None:
+def test_builds_are_such_as_can_run(capability: str, builders: Builders) -> None:
     room, _ = GPUS[capability]
     out, errors = builders[capability].communicate()
     assert builders[capability].returncode == 0, errors
     built = json.loads(out)
-    taken = {name: size for name, (size, _) in built.items()}
+    taken = {name: size for name, (size, *_) in built.items()}
     assert max(taken.values()) > 0
     assert {name: size for name, size in taken.items() if size > room} == {}
-    early = {name: touches for name, (_, touches) in built.items() if touches is not None}
+    assert {name: tiles for name, (*_, tiles) in built.items() if tiles} == {}
+    early = {name: touches for name, (_, touches, _) in built.items() if touches is not None}
     assert {name.split()[0] for name in early} == (EARLY if capability == "90" else set())
     for name, touches in early.items():
         allowed = set() if name.split()[0] in AT_ONCE else {"ld.global"}

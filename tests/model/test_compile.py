@@ -22,10 +22,11 @@ from isthmus.kernels.reference import Scoring
 from isthmus.model import linear
 from isthmus.model.compile import prepare
 from isthmus.model.device_attention import DeviceBatch
-from isthmus.model.device_states import DeviceStates, DeviceStep
+from isthmus.model.device_states import DeviceStates
 from isthmus.model.layout import ModelLayout, derive
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
+from tests.kernels.lanes import device_step
 from tests.model.families import ATTENTION, FAMILIES
 from tests.model.harness import paged, tiny
 
@@ -108,7 +109,7 @@ class Begins(DeviceStates):
         self.called: list[tuple[int, str]] = []
 
     def begin(self, length: int) -> None:
-        self.step = DeviceStep.of(np.array([0, length]), np.array([0]), np.array([1]))
+        self.step = device_step(np.array([0, length]), np.array([0]), np.array([1]), "cpu")
 
     def run(self, operation: str, layer: int, *others: Any) -> Tensor:
         self.called.append((layer, operation))

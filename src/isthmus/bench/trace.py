@@ -17,8 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 CLASSES = {
     "attention": r"decode_kernel|prefill_kernel|attention|attend|flash|fmha|merge_kernel",
-    "states": r"_(delta|conv|conv_\w+|ssd|scan|rglru|chunks|\w+_states)_kernel|chunk_|recompute_w_u|solve_|merge_16x16|"
-    r"l2norm|kda_gate|gdn_gate",
+    "states": r"_(delta|conv|conv_\w+|ssd|scan|rglru|chunks|solve|walk)_kernel",
     "cache writes": r"write_kernel|write_kv",
     "routing": r"_(count|plan|place|top_k)_kernel",
     "tables and moves": r"^_?(translate|scatter|copy|fill)_kernel",

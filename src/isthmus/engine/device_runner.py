@@ -38,7 +38,7 @@ from isthmus.kernels.device import cores
 from isthmus.kernels.pages import NOWHERE, copy_pages, fill_pages, scatter, translate
 from isthmus.kernels.plan import FIELDS, most_parts
 from isthmus.model.device_attention import DeviceBatch, GroupStep, LayerPages, latent_ranks
-from isthmus.model.device_states import DeviceStates, FixedChunks, StateInputs
+from isthmus.model.device_states import DeviceStates, StateInputs
 from isthmus.model.layout import ModelLayout, decoder
 from isthmus.model.mixers import mixers
 from isthmus.model.state_batch import state_views
@@ -317,12 +317,9 @@ class DeviceRunner:
         entry, fresh = views["states.entry"], views["states.fresh"]
         if "states.starts" not in views:  # every sequence has one token
             lanes = self._lanes[: len(entry)]
-            return StateInputs(np.arange(len(entry) + 1), entry, fresh, lanes, lanes, lanes, lanes[:0])
-        starts, ends, decodes, chunks = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks"))
-        if plan is not None and "states.owner" not in views:
-            return StateInputs(plan.query_start, entry, fresh, starts, ends, decodes, chunks)
-        fixed = FixedChunks.of(views)
-        return StateInputs(np.zeros(0, np.int64), entry, fresh, starts, ends, decodes, chunks, fixed)
+            return StateInputs(np.arange(len(entry) + 1), entry, fresh, lanes, lanes, lanes, lanes[:0], lanes)
+        where = (views[f"states.{name}"] for name in ("starts", "ends", "decodes", "chunks", "owner"))
+        return StateInputs(np.zeros(0, np.int64) if plan is None else plan.query_start, entry, fresh, *where)
 
     def _upload(
         self, plan: DevicePlan, size: int, places: Layout | None = None, **more: Section
@@ -362,13 +359,14 @@ class DeviceRunner:
             sections[f"{name}.items"], sections[f"{name}.bounds"] = decodes.items, decodes.bounds
             if not alone:
                 sections[f"{name}.tiles"] = tiles
-        if (states := plan.states) is not None and places is not None and "states.owner" in places.places:
+        if (states := plan.states) is not None and places is not None and not alone:
             sections |= self._chunk_places(size).arrays(states)
         elif states is not None:
             sections |= {"states.entry": states.entry, "states.fresh": states.fresh}
             if not plan.decode:
                 sections |= {"states.starts": states.query_start[:-1], "states.ends": states.query_start[1:] - 1}
                 sections |= {"states.decodes": states.decodes, "states.chunks": states.chunks}
+                sections["states.owner"] = np.repeat(np.arange(len(states.entry)), np.diff(states.query_start))
         for i, op in enumerate(plan.pages):
             if op.destination is not None or self._poison:
                 sections[f"source{i}"] = op.source

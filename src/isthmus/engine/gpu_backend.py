@@ -27,7 +27,6 @@ from isthmus.memory import Delta, Pool
 from isthmus.memory.group import null_bytes
 from isthmus.model.compile import prepare
 from isthmus.model.convert import cache_root
-from isthmus.model.device_states import chunk_library
 from isthmus.model.layout import ModelLayout
 from isthmus.params import SamplingParams
 
@@ -65,8 +64,6 @@ class GpuBackend:
         self.described = str(prepared)
         self._exact = _EXACT if prepared.experts else 0
         self._has_states = any(group.kind == "state" for group in layout.groups)
-        if self._has_states:
-            self.described += f", chunks of states by {chunk_library(model.dtype)}"
         self.footprint = self._measure(laps)
         self.graph_bytes = self.footprint.graphs
 

@@ -31,9 +31,6 @@ SLAB_BYTES = 1 << 24
 """Most temporary memory of the chunks that are computed side by side, roughly (measured: 32 times as much is half as
 fast)."""
 
-DEVICE_SLAB_BYTES = 1 << 29
-"""The same where launches, not caches, are what costs."""
-
 DECODE_BYTES = 1 << 22
 """Most states of decodes at a time: what stays in the processor's caches between reading and writing them back."""
 
@@ -129,8 +126,7 @@ def _chunks(step: StateStep, view: Tensor, inputs: _Inputs, products: Products, 
     states = step.load(view, grid.sequences).float()
     _, heads, k_dim, v_dim = states.shape
     row_bytes = (8 * k_dim + 4 * v_dim + 4 * grid.size) * 4
-    slab_bytes = SLAB_BYTES if view.device.type == "cpu" else DEVICE_SLAB_BYTES
-    most = max(1, slab_bytes // (heads * grid.size * row_bytes))
+    most = max(1, SLAB_BYTES // (heads * grid.size * row_bytes))
     for slab in _slabs(grid, most):
         chunks = torch.cat([chunks for chunks, _ in slab])
         tokens, padding = grid.tokens[chunks], grid.padding[chunks]

@@ -9,15 +9,14 @@ everything else is the CPU's operation, whose tensor operators run anywhere. In 
 looks at the host, and all tensors have fixed places, so that a CUDA graph can hold it. To give an operation a kernel:
 a function here with the operation's signature, and its name in `OPERATIONS`.
 
-Sequences with several tokens are a library's, where it is installed and takes their numbers (`LIBRARY`). A graph holds
-them where chunks of any lengths are the same launches (`Operation.fixed`).
+A graph holds sequences with several tokens where chunks of any lengths are the same launches (`Operation.fixed`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -26,13 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isthmus.kernels import fla_chunks
 from isthmus.kernels.causal_conv_decode import causal_conv_decode
 from isthmus.kernels.causal_conv_varlen import causal_conv_varlen
-from isthmus.kernels.fla_chunks import Packed
-from isthmus.kernels.gated_delta import gated_delta_rule
+from isthmus.kernels.delta_chunks import delta_chunks
 from isthmus.kernels.gated_delta_decode import gated_delta_decode
-from isthmus.kernels.kda import kimi_delta_rule
 from isthmus.kernels.rglru import rglru
 from isthmus.kernels.rglru_decode import rglru_decode
 from isthmus.kernels.scan_decode import scan_decode
@@ -53,28 +49,11 @@ class Lanes(NamedTuple):
     tokens: Tensor  # int64 [n]
 
 
-@dataclass(frozen=True)
-class FixedChunks:
-    """How a step's tokens belong to its sequences, where a graph runs it: at fixed places on the device."""
-
-    owner: Tensor  # int64 [T]: the sequence of each token
-    chunks: Tensor  # as in `Packed`, like the next two
-    bounds: Tensor
-    tokens: Tensor
-    sequences: Tensor  # int64 [M] of the step, those with several tokens and padding's
-
-    @classmethod
-    def of(cls, views: Mapping[str, Tensor]) -> FixedChunks:
-        """Of the places that `isthmus.engine.chunk_places` names."""
-        packed = (views[f"states.packed.{name}"] for name in ("chunks", "bounds", "tokens", "sequences"))
-        return cls(views["states.owner"], *packed)
-
-
 @dataclass
 class DeviceStep(StateStep):
     """A step whose tensors are on a device. `fresh` is there always; padding has page 0, and is fresh."""
 
-    fixed: FixedChunks | None = None  # None: the host knows it by `query_start`
+    owner: Tensor = field(kw_only=True)  # int64 [T]: the sequence of each token
     early: bool = False
     """May kernels for sequences with one token begin before the one before them has ended? Not with chunks beside them:
     `lanes` is written between two kernels of a layer then, too late for them (`isthmus.kernels.dependent`)."""
@@ -86,60 +65,32 @@ class DeviceStep(StateStep):
         every = Lanes(self.pages, self.fresh, self.starts)
         return every if self.only_decodes else Lanes(*(x.index_select(0, self.decodes) for x in every))
 
-    @cached_property
-    def of_chunks(self) -> DeviceStep:
-        """The same, but for operations that take sequences with one token apart: without those."""
-        return replace(self, decodes=self.decodes[:0])
-
     @property
     def several(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Sequences with several tokens, as kernels take them: of all pages, fresh, first and last token; and which."""
         assert self.fresh is not None
         return self.pages, self.fresh, self.starts, self.ends, self.chunks
 
-    @cached_property
-    def owner(self) -> Tensor:
-        """int64 [T]: the sequence of each token."""
-        if self.fixed is not None:
-            return self.fixed.owner
-        (owner,) = self._together([np.repeat(np.arange(len(self.query_start) - 1), np.diff(self.query_start))])
-        return owner
-
-    @cached_property
-    def packed(self) -> tuple[Packed, ...]:
-        """Sequences with several tokens, as a library takes them."""
-        if (fixed := self.fixed) is not None:
-            bounds = fixed.bounds.view(-1)  # another object for every forward, see `isthmus.kernels.fla_chunks`
-            return (self._pack(fixed.chunks, bounds, fixed.tokens, fixed.sequences, whole=False),)
-        packs, total = fla_chunks.pack(self.query_start, fla_chunks.MEMBERS), int(self.query_start[-1])
-        parts = (self._together(arrays) for arrays in packs)
-        return tuple(self._pack(*part, whole=len(part[2]) == total) for part in parts)
-
-    def _pack(self, chunks: Tensor, bounds: Tensor, tokens: Tensor, sequences: Tensor, *, whole: bool) -> Packed:
-        assert self.fresh is not None
-        pages, fresh = (x.index_select(0, sequences) for x in (self.pages, self.fresh))
-        return Packed(chunks, bounds, tokens, pages, fresh, whole)
-
 
 @dataclass(frozen=True)
 class StateInputs:
     """What a forward reads to know a step's states; S sequences, padding among them."""
 
-    query_start: Int64  # [S + 1], on the host; empty where `fixed` is there
+    query_start: Int64  # [S + 1], on the host; empty for a graph of steps with chunks
     entry: Tensor  # int32 [S]: of the buffer of tables, holds the physical page
     fresh: Tensor  # bool [S]
     starts: Tensor  # int64 [S]
     ends: Tensor  # int64 [S]
     decodes: Tensor  # int64
     chunks: Tensor  # int64
-    fixed: FixedChunks | None = None
+    owner: Tensor  # int64 [T]: the sequence of each token
 
     def step(self, tables: Tensor, *, early: bool) -> DeviceStep:
         """With ids made physical. `early`: kernels may begin before the one before them has ended."""
         pages = tables.index_select(0, self.entry).long()
         upload, where = partial(_upload, tables.device), (self.starts, self.ends, self.decodes, self.chunks)
         early = early and len(self.chunks) == 0
-        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, fixed=self.fixed, early=early)
+        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, owner=self.owner, early=early)
 
 
 def _upload(device: torch.device, array: NDArray[Any]) -> Tensor:
@@ -157,9 +108,8 @@ class DeviceStates:
     def __init__(self, views: Views) -> None:
         self.step: DeviceStep | None = None
         self._views = views
-        on_gpu = any(view.is_cuda for parts in views.values() for view in parts.values())
-        self._operations = LIBRARY if on_gpu and fla_chunks.missing() is None else OPERATIONS
-        self._fixed: dict[str, bool] = {}  # by operation, as layers asked for it
+        self.chunks_in_graphs = True
+        """Can a graph run steps with chunks? As far as the operations go that layers have asked for until now."""
         self.handle = torch.tensor(id(self), device="cpu")  # unique among those alive
         _alive[id(self)] = self
 
@@ -178,14 +128,9 @@ class DeviceStates:
         """One operation of one layer. parts: of the state, by argument; "" where the next of the inputs is meant."""
         views, rest = self._views[layer], iter(inputs)
         given = [views[part] if part else next(rest) for part in parts]
-        how = self._operations[operation]
-        self._fixed[operation] = how.fixed(given) and self._fixed.get(operation, True)
+        how = OPERATIONS[operation]
+        self.chunks_in_graphs &= how.fixed
         return how.run(self.step, *given, **settings)
-
-    @property
-    def chunks_in_graphs(self) -> bool:
-        """Can a graph run steps with chunks? As far as the operations go that layers have asked for until now."""
-        return all(self._fixed.values())
 
 
 @dataclass(frozen=True)
@@ -226,29 +171,15 @@ def _conv(step: DeviceStep, view: Tensor, x: Tensor, weight: Tensor, bias: Tenso
 
 
 def _delta(
-    rule: Callable[..., Tensor],
-    step: DeviceStep,
-    view: Tensor,
-    *inputs: Tensor,
+    step: DeviceStep, view: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 ) -> Tensor:
-    """As `rule`, one of the delta rules."""
-    query, key, value, decay, beta = given = [_by_token(x) for x in inputs]
-    out = value.new_empty(value.shape, dtype=query.dtype) if step.only_decodes else rule(step.of_chunks, view, *given)
-    gated_delta_decode(view, *step.lanes, query, key, value, decay, beta, out, early=step.early)
+    """As `isthmus.kernels.gated_delta.gated_delta_rule`, or by decay's shape `isthmus.kernels.kda.kimi_delta_rule`."""
+    query, key, value, decay, beta = (_by_token(x) for x in (query, key, value, decay, beta))
+    given = query, key, value, decay, beta
+    out = torch.empty_like(value, dtype=query.dtype, memory_format=torch.contiguous_format)
+    gated_delta_decode(view, *step.lanes, *given, out, early=step.early)
+    delta_chunks(view, step.several, step.owner, *given, out)
     return out
-
-
-def _by_library(
-    name: str,
-    ours: Callable[..., Tensor],
-    step: DeviceStep,
-    view: Tensor,
-    *given: Tensor,
-) -> Tensor:
-    """As `ours`, the rule of that name, of sequences with several tokens; the library's where it takes such numbers."""
-    if not fla_chunks.fits(*given[:3]):
-        return ours(step, view, *given)
-    return fla_chunks.library_rule(fla_chunks.forwards()[name], step.packed, view, *given)
 
 
 def _ssd(
@@ -313,19 +244,6 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-def _never(given: Sequence[Any]) -> bool:
-    return False
-
-
-def _always(given: Sequence[Any]) -> bool:
-    return True
-
-
-def _fits(given: Sequence[Any]) -> bool:
-    _, query, key, value, *_ = given
-    return fla_chunks.fits(query, key, value)
-
-
 @dataclass(frozen=True)
 class Operation:
     """An operation as a device runs it."""
@@ -333,39 +251,19 @@ class Operation:
     run: Callable[..., Tensor]  # (step, views and inputs, **settings)
     shape: int  # which of the inputs has the output's shape
     dtype: int  # which has its dtype
-    fixed: Callable[[Sequence[Any]], bool] = _never
-    """Are chunks of any lengths the same launches? By the view and the inputs."""
+    fixed: bool = False  # are chunks of any lengths the same launches?
 
 
 OPERATIONS: Mapping[str, Operation] = {
-    "causal_conv": Operation(_conv, 0, 0, _always),
-    "gated_delta_rule": Operation(partial(_delta, gated_delta_rule), 2, 0),
-    "kimi_delta_rule": Operation(partial(_delta, kimi_delta_rule), 2, 0),
-    "ssd": Operation(_ssd, 2, 2, _always),
-    "lightning_attention": Operation(_lightning, 2, 2, _always),
+    "causal_conv": Operation(_conv, 0, 0, fixed=True),
+    "gated_delta_rule": Operation(_delta, 2, 0, fixed=True),
+    "kimi_delta_rule": Operation(_delta, 2, 0, fixed=True),
+    "ssd": Operation(_ssd, 2, 2, fixed=True),
+    "lightning_attention": Operation(_lightning, 2, 2, fixed=True),
     "selective_scan": Operation(_scan, 0, 0),
     "rglru": Operation(_rglru, 0, 0),
 }
 """By name: what mixers ask for."""
-
-_RULES = {"gated_delta_rule": gated_delta_rule, "kimi_delta_rule": kimi_delta_rule}
-
-LIBRARY: Mapping[str, Operation] = {
-    **OPERATIONS,
-    **{
-        name: replace(OPERATIONS[name], run=partial(_delta, partial(_by_library, name, rule)), fixed=_fits)
-        for name, rule in _RULES.items()
-    },
-}
-"""The same with chunks by fla-core, as far as it has them."""
-
-
-def chunk_library(dtype: torch.dtype) -> str:
-    """Who computes chunks of the delta rules on a GPU for a model in `dtype`, for the log."""
-    missing = fla_chunks.missing()
-    if missing is None and dtype not in fla_chunks.DTYPES:
-        missing = f"fla-core is not for {str(dtype).removeprefix('torch.')}"
-    return f"fla-core {fla_chunks.version()}" if missing is None else f"torch ({missing})"
 
 
 def _state(
