@@ -153,7 +153,7 @@ def _add_bench_throughput(kinds: argparse._SubParsersAction[Parser]) -> None:
     throughput.add_argument(
         "--by-step",
         action="store_true",
-        help="also where the time goes, by kind of step; this takes some itself",
+        help="also where the time goes, by kind of step, and a run of median steps; this takes some itself",
     )
     throughput.add_argument("--repeat", type=int, default=3, metavar="N", help="runs; the median counts (default 3)")
     throughput.add_argument("--json", action="store_true", help="one JSON object with raw samples")

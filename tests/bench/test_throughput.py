@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.bench.by_step import typical
 from isthmus.bench.throughput import synthetic
 from isthmus.bench.walls import best_walls
 from isthmus.engine import capacity
@@ -58,6 +59,9 @@ def test_steps_by_kind_account_for_the_run(gguf: Path, capsys: pytest.CaptureFix
         spent = sum(row["device_seconds"] + row["idle_seconds"] for row in rows.values())
         assert 0 < spent <= sample["seconds"]
         assert all(row[f"{part}_ms"] > 0 for row in rows.values() for part in ("schedule", "launch", "settle"))
+    assert all(len(sample["step_ms"]) == sample["steps"] for sample in result["samples"])
+    spent = [sum(sample["step_ms"]) for sample in result["samples"]]
+    assert min(spent) <= 1e3 * result["typical_seconds"] <= max(spent)
     assert result["by_step"] in [sample["by_step"] for sample in result["samples"]]
     assert run(*flags) == 0
     assert (
@@ -83,6 +87,26 @@ def test_synthetic_against_static(gguf: Path, capsys: pytest.CaptureFixture[str]
     rates = [result["sides"][name]["output_tokens_per_second"] for name in ("unified", "static")]
     assert result["unified_over_static"] == pytest.approx(rates[0] / rates[1], abs=1e-3)
     assert result["samples"] == result["sides"]["unified"]["samples"]
+    assert result["unified_over_static_typical"] is None, "it takes the times of steps"
+
+
+def test_a_typical_run_has_no_step_that_went_wrong_once() -> None:
+    runs = [{"step_tokens": [8, 2, 2], "step_ms": times} for times in ([4, 1, 9], [4, 7, 1], [8, 1, 1])]
+    assert typical(runs) == pytest.approx(0.006)
+    assert typical([*runs, {"step_tokens": [8, 2], "step_ms": [4, 1]}]) is None
+    assert typical([*runs, {"step_tokens": [8, 4, 2], "step_ms": [4, 1, 1]}]) is None
+
+
+def test_sides_are_compared_by_their_steps(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("bench", "throughput", gguf, *SMALL, "--synthetic", "2,30,4", "--against-static", "--by-step")
+    assert run(*flags, "--repeat", 2, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    seconds = [result["sides"][name]["typical_seconds"] for name in ("static", "unified")]
+    assert result["unified_over_static_typical"] == pytest.approx(seconds[0] / seconds[1], rel=1e-2)
+    assert run(*flags, "--repeat", 1) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("typical seconds  ") == 2
+    assert "by typical seconds; walls" in printed
 
 
 BAD = {

@@ -46,15 +46,28 @@ def watched(engine: Engine, *, cuda: bool) -> Iterator[Stopwatch]:
 def by_kind(watch: Stopwatch, *, cuda: bool) -> list[Row]:
     """A row for each kind of step that there was."""
     host = watch.host()
-    launch = [host["launch"][lap] for lap in watch.launched_in]
-    device = watch.span() if cuda else launch
-    idle = watch.gaps() if cuda else [watch.wall[lap] - ran for lap, ran in zip(watch.launched_in, launch, strict=True)]
+    device, idle = _times(watch, cuda=cuda)
     rows = []
     for kind, wanted in (("decodes", False), ("prompts", True)):
         steps = [i for i, (tokens, sequences) in enumerate(watch.sizes) if (tokens > sequences) == wanted]
         if steps:
             rows.append(_row(kind, steps, watch, device, idle, host))
     return rows
+
+
+def spent(watch: Stopwatch, *, cuda: bool) -> list[float]:
+    """Seconds by step: from when the one before it was over until it is, on the stream or on a CPU."""
+    device, idle = _times(watch, cuda=cuda)
+    return [ran + stood for ran, stood in zip(device, idle, strict=True)]
+
+
+def typical(runs: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of a run whose steps each take their median over the runs: what happens on the machine to some steps of
+    some runs is not in it. None if the runs do not take the same steps."""
+    if len({tuple(run["step_tokens"]) for run in runs}) > 1:
+        return None
+    medians = [float(statistics.median(times)) for times in zip(*(run["step_ms"] for run in runs), strict=True)]
+    return sum(medians) / 1e3
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -70,6 +83,15 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{seconds:>10.2f}{1e3 * seconds / row['steps']:>9.2f}{row['idle_seconds']:>8.2f}"
             f"{row['schedule_ms']:>13.2f}{row['launch_ms']:>11.2f}{row['settle_ms']:>11.2f}"
         )
+
+
+def _times(watch: Stopwatch, *, cuda: bool) -> tuple[list[float], list[float]]:
+    """Seconds that each step ran, and for which nothing did before it."""
+    if cuda:
+        return watch.span(), watch.gaps()
+    launch = watch.host()["launch"]
+    ran = [launch[lap] for lap in watch.launched_in]
+    return ran, [watch.wall[lap] - seconds for lap, seconds in zip(watch.launched_in, ran, strict=True)]
 
 
 def _row(

@@ -6,7 +6,8 @@ decode_tokens_per_second    output tokens after that moment over the time after 
 
 `--against-static` runs unified memory and the best walls for this very workload in turn, in one process. Pairs of runs
 change their order (unified static, static unified, ...), so that a drifting machine hits both sides alike and the
-engine is rebuilt once a pair.
+engine is rebuilt once a pair. With `--by-step` the sides are compared by `typical_seconds`, too: those of a run whose
+steps each take their median over the runs.
 """
 
 from __future__ import annotations
@@ -78,7 +79,14 @@ def run(args: argparse.Namespace, started: float) -> dict[str, Any]:
         "walls": sides["static"],
         "dry_run_steps": dry,
         "unified_over_static": round(rates["unified"] / rates["static"], 4),
+        "unified_over_static_typical": _faster(summary["static"], summary["unified"]),
     }
+
+
+def _faster(one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    """How many times as fast as `one` the `other` is, by their typical seconds; None if they have none."""
+    before, after = one.get("typical_seconds"), other.get("typical_seconds")
+    return None if before is None or after is None else round(before / after, 4)
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
@@ -92,9 +100,13 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"{side:<8}" + ", ".join(f"{name.replace('_', ' ')} {values[name]:,.1f}" for name in COUNTS)
         if "by_step" in values:
             yield from by_step.lines(values["by_step"])
+            if (seconds := values["typical_seconds"]) is not None:
+                yield f"{side:<8}{'typical seconds':<28}{seconds:>10.2f}   (each step its median over the runs)"
     if "walls" in result:
         split = ", ".join(f"{group} {size:,}" for group, size in result["walls"].items())
-        yield f"unified over static {result['unified_over_static']}; walls in bytes: {split}"
+        typical = result["unified_over_static_typical"]
+        also = "" if typical is None else f", {typical} by typical seconds"
+        yield f"unified over static {result['unified_over_static']}{also}; walls in bytes: {split}"
     yield f"{'peak resident bytes':<28}{result['peak_rss_bytes']:>14,}"
     yield f"{'start-up seconds':<28}{result['startup_seconds']:>10.2f}"
 
@@ -196,7 +208,9 @@ def _by_step(llm: LLM, batch: Batch, *, use_tqdm: bool) -> dict[str, Any]:
     cuda = llm.config.device.device == "cuda"
     with by_step.watched(llm.engine, cuda=cuda) as watch:
         sample = _once(llm, batch, use_tqdm=use_tqdm)
-        return sample | {"by_step": by_step.by_kind(watch, cuda=cuda)}
+        times = [round(1e3 * seconds, 4) for seconds in by_step.spent(watch, cuda=cuda)]
+        steps = {"step_tokens": [tokens for tokens, _ in watch.sizes], "step_ms": times}
+        return sample | {"by_step": by_step.by_kind(watch, cuda=cuda)} | steps
 
 
 def _facts(llm: LLM, batch: Batch) -> dict[str, Any]:
@@ -220,4 +234,6 @@ def _summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     medians: dict[str, Any] = {name: round(statistics.median(x[name] for x in samples), 2) for name in numbers}
     if "by_step" in samples[0]:
         medians["by_step"] = sorted(samples, key=lambda sample: sample["seconds"])[len(samples) // 2]["by_step"]
+        seconds = by_step.typical(samples)
+        medians["typical_seconds"] = None if seconds is None else round(seconds, 4)
     return medians | {"samples": list(samples)}
