@@ -108,7 +108,17 @@ def graphed(
     pool, sizes = Pool(1 << 25, layout.groups), {True: lane_counts(rows), False: token_counts(budget + 1)}
     arena = torch.empty(pool.arena_bytes, dtype=torch.uint8, device=device)
     runner = DeviceRunner(
-        twin, layout, arena, pool.capacities, rows, budget, LONGEST, (), graphs=sizes if graphs else {}, poison=True
+        twin,
+        layout,
+        arena,
+        pool.capacities,
+        rows,
+        budget,
+        LONGEST,
+        (),
+        graphs=sizes if graphs else {},
+        poison=True,
+        early=True,
     )
     config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget)
     return Engine(

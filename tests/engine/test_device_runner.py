@@ -70,7 +70,7 @@ def engine_on(
         arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         sizes = {True: lane_counts(ROWS), False: token_counts(budget)} if graphs else {}
         runner = DeviceRunner(
-            model, layout, arena, ids, ROWS, budget, LONGEST, (EOS,), graphs=sizes, poison=True
+            model, layout, arena, ids, ROWS, budget, LONGEST, (EOS,), graphs=sizes, poison=True, early=True,
         )  # fmt: skip
     return Engine(
         pool,

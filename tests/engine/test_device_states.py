@@ -80,7 +80,7 @@ def engine_on(
         sizes[False] = token_counts(budget)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
     runner = DeviceRunner(
-        twin, layout, arena, pool.capacities, ROWS, budget, LONGEST, (), graphs=sizes, poison=True
+        twin, layout, arena, pool.capacities, ROWS, budget, LONGEST, (), graphs=sizes, poison=True, early=True,
     )  # fmt: skip
     return Engine(
         pool,
@@ -194,7 +194,7 @@ def test_the_warm_steps_run_over_null_pages(device: str) -> None:
     prepare(twin, compiled=False)
     bytes_ = 2 * max(group.spec.page_bytes for group in layout.groups)
     arena = torch.zeros(bytes_ // 16 * 16, dtype=torch.uint8, device=device)
-    runner = DeviceRunner(twin, layout, arena, {"tokens": 1, "states": 1}, 3, 8, 16, (), graphs={})
+    runner = DeviceRunner(twin, layout, arena, {"tokens": 1, "states": 1}, 3, 8, 16, (), graphs={}, early=True)
     runner.warm_pages()
     for step in warm_steps(3, 8, 16):
         runner.run(step)

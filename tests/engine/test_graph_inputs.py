@@ -201,7 +201,9 @@ def test_the_largest_graphs_have_room_for_their_padding(monkeypatch: pytest.Monk
     pool, sizes = Pool(1 << 16, layout.groups), {True: lane_counts(rows)[-1:], False: token_counts(24)[-1:]}
     arena = torch.empty(pool.arena_bytes, dtype=torch.uint8)
     ids = pool.capacities
-    runner = device_runner.DeviceRunner(model, layout, arena, ids, rows, 24, 64, (), graphs=sizes, poison=True)
+    runner = device_runner.DeviceRunner(
+        model, layout, arena, ids, rows, 24, 64, (), graphs=sizes, poison=True, early=True
+    )
     with torch.inference_mode():
         for alone, graphs in ((True, runner._decodes), (False, runner._mixed)):
             assert graphs is not None

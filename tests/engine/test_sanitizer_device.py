@@ -176,7 +176,9 @@ def test_a_wrong_entry_on_a_device_is_named_and_the_others_are_right(
     layout = derive(twin, PAGE, "float32")
     pool = GuardedPool(1 << 16, layout.groups)
     arena = torch.empty(1 << 16, dtype=torch.uint8, device=device)
-    runner = DeviceRunner(twin, layout, arena, pool.capacities, ROWS, 24, LONGEST, (), graphs={}, poison=True)
+    runner = DeviceRunner(
+        twin, layout, arena, pool.capacities, ROWS, 24, LONGEST, (), graphs={}, poison=True, early=True
+    )
     engine = build(pool, runner, layout.vocab_size)
     seen: list[int] = []
 

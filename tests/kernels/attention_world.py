@@ -104,7 +104,15 @@ class World:
         return torch.from_numpy(np.concatenate(slots)).to(self.device)
 
     def write(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
-        write_kv(self.own(self.keys), self.own(self.values), *self.pages, self.slots, k_scale=k_scale, v_scale=v_scale)
+        write_kv(
+            self.own(self.keys),
+            self.own(self.values),
+            *self.pages,
+            self.slots,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            early=True,
+        )
 
     def blank(self) -> Tensor:
         shape = (len(self.query), self.shape.heads, self.shape.v_dim)
@@ -213,6 +221,7 @@ def decode(
         k_scale=scales[0],
         v_scale=scales[1],
         config=config,
+        early=True,
     )
     assert not workspace.counters.any(), "a counter was left for the next launch"
     return out

@@ -134,9 +134,9 @@ def attends(heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtyp
     work = torch.zeros(8, FIELDS, dtype=torch.int32)
     workspace = Workspace.of(1024, heads, v_dim, "cpu")
     items = DecodeItems(work, torch.zeros(9, dtype=torch.int32))
-    yield lambda: attention.decode_attention(query, out, keys, values, table, items, workspace, how)
+    yield lambda: attention.decode_attention(query, out, keys, values, table, items, workspace, how, early=True)
     key, value = torch.empty(64, kv_heads, k_dim, dtype=dtype), torch.empty(64, kv_heads, v_dim, dtype=dtype)
-    yield lambda: attention.write_kv(key, value, keys, values, torch.zeros(64, dtype=torch.int64))
+    yield lambda: attention.write_kv(key, value, keys, values, torch.zeros(64, dtype=torch.int64), early=True)
     tiles = PrefillTiles(work, prefill_tile(heads // kv_heads, k_dim, v_dim, dtype.itemsize), slots=8)
     yield lambda: attention.prefill_attention(query, out, key, value, keys, values, table, tiles, workspace, how)
 
@@ -146,7 +146,7 @@ def experts(pairs: int, transposed: bool) -> Callable[[], object]:
     weight = torch.empty(8, *((512, 1024) if transposed else (1024, 512)), dtype=BF16)
     work = torch.zeros(work_size(pairs, 8), dtype=torch.int32)
     x = torch.empty(pairs, 512, dtype=BF16)
-    return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed)
+    return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed, early=True)
 
 
 def few_rows() -> object:
@@ -183,7 +183,7 @@ def delta(key_heads: int, heads: int, k_dim: int, per_channel: bool) -> Callable
 
 def sorting() -> object:
     """Of a step's pairs."""
-    return sort_pairs(torch.zeros(64, dtype=torch.int64), 32, 16)
+    return sort_pairs(torch.zeros(64, dtype=torch.int64), 32, 16, early=True)
 
 
 def states() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -192,15 +192,15 @@ def states() -> Iterator[tuple[str, Callable[[], object]]]:
     lanes = pages, fresh, tokens
     rows, of_heads = torch.empty(8, 16, 128, dtype=BF16), torch.empty(8, 16, dtype=BF16)
     flat, wide = torch.empty(8, 2048, dtype=BF16), torch.empty(4, 16, 128, 128)
-    yield "delta", lambda: gated_delta_decode(wide, *lanes, rows, rows, rows, of_heads, of_heads, rows)
+    yield "delta", lambda: gated_delta_decode(wide, *lanes, rows, rows, rows, of_heads, of_heads, rows, early=True)
     saved, taps = torch.empty(4, 3, 2048, dtype=BF16), torch.empty(2048, 4, dtype=BF16)
-    yield "convolution", lambda: causal_conv_decode(saved, *lanes, flat, taps, None, flat)
+    yield "convolution", lambda: causal_conv_decode(saved, *lanes, flat, taps, None, flat, early=True)
     given = of_heads, of_heads[0], torch.empty(16), of_heads[0]
-    yield "duality", lambda: ssd_decode(wide, *lanes, rows, rows, rows, *given, rows)
+    yield "duality", lambda: ssd_decode(wide, *lanes, rows, rows, rows, *given, rows, early=True)
     scanned, small = torch.empty(4, 1, 2048, 16), torch.empty(8, 1, 16, dtype=BF16)
     x, rate, skip = flat[:, None], torch.empty(1, 2048, 16), torch.empty(1, 2048)
-    yield "scan", lambda: scan_decode(scanned, *lanes, x, x, small, small, rate, skip, x)
-    yield "recurrence", lambda: rglru_decode(torch.empty(4, 2048), *lanes, flat, flat, flat)
+    yield "scan", lambda: scan_decode(scanned, *lanes, x, x, small, small, rate, skip, x, early=True)
+    yield "recurrence", lambda: rglru_decode(torch.empty(4, 2048), *lanes, flat, flat, flat, early=True)
 
 
 # Latent rows of fp32 fit a GPU with 163 KiB; elsewhere the start says so.

@@ -144,7 +144,7 @@ def test_rows_are_written_to_their_slots_only(device: str) -> None:
     key, value = at.own(at.keys), at.own(at.values)
     before = [pages.clone() for pages in at.pages]
     other = at.arena.clone()
-    write_kv(key, value, *at.pages, slots)
+    write_kv(key, value, *at.pages, slots, early=True)
     for pages, old, own in zip(at.pages, before, (key, value), strict=True):
         for i, slot in enumerate(slots.tolist()):
             if slot >= 0:
@@ -190,7 +190,7 @@ def test_one_captured_graph_serves_any_lengths() -> None:
     live = DecodeItems(torch.zeros(256, 8, dtype=torch.int32).cuda(), torch.zeros(65, dtype=torch.int32).cuda())
 
     def launch() -> None:
-        decode_attention(long.query, out, *long.pages, table, live, workspace, how)
+        decode_attention(long.query, out, *long.pages, table, live, workspace, how, early=True)
 
     launch()
     graph = torch.cuda.CUDAGraph()

@@ -173,7 +173,7 @@ def _on_device(case: Case, at: _World, arena: Tensor, width: int) -> Tensor:
     pages = LayerPages.of(arena, at.group, LAYER, case.rank)
     rows = max(len(work.decodes.items) * case.heads, tiles.slots * case.heads * 128)
     workspace = Workspace.holding([(rows, case.v_dim)], device)
-    batch = DeviceBatch({LAYER: name}, {LAYER: LAYER}, {LAYER: pages}, workspace)
+    batch = DeviceBatch({LAYER: name}, {LAYER: LAYER}, {LAYER: pages}, workspace, early=True)
     batch.step = {name: group}
     how = at.how if at.how.relative is None else replace(at.how, relative=at.how.relative.to(**to))
     query, key, value = (x.to(**to) for x in (at.query, at.key, at.value))

@@ -29,7 +29,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     monkeypatch.setattr(experts, "_FEW", 4096 if few else 0)
     monkeypatch.setattr(experts, "_SORTED", 64)
     expert_of = ROUTINGS[routing](pairs, number)
-    work = sort_pairs(torch.from_numpy(expert_of).to(device), number, block)
+    work = sort_pairs(torch.from_numpy(expert_of).to(device), number, block, early=True)
     assert len(work) == work_size(pairs, number)
     order, tiles, _ = (part.cpu().numpy() for part in Work.of(work, pairs, number, block))
     assert len(tiles) == most_tiles(pairs, number, block)
@@ -61,12 +61,12 @@ def test_products(device: str, dtype: torch.dtype, transposed: bool, bias: bool,
     chosen = torch.stack([torch.randperm(number)[:top_k] for _ in range(tokens)]).to(device)
     expert_of = chosen.reshape(-1)
     built = built or config_of(len(expert_of), number, weight.itemsize)
-    work = sort_pairs(expert_of, number, built.block_m)
+    work = sort_pairs(expert_of, number, built.block_m, early=True)
     for share in (top_k, 1):
         rows = torch.full((len(expert_of) // share, 48), float("nan"), device=device, dtype=dtype)
         rows[:, :40] = torch.randn(len(rows), 40, device=device)
         x = rows[:, :40]
-        out = expert_linear(x, work, weight, offset, top_k=share, transposed=transposed, config=built)
+        out = expert_linear(x, work, weight, offset, top_k=share, transposed=transposed, config=built, early=True)
         assert out.dtype is dtype
         own = weight.transpose(1, 2) if transposed else weight
         expected = torch.einsum("pnk,pk->pn", own[expert_of].double(), x.repeat_interleave(share, 0).double())
@@ -83,13 +83,21 @@ def test_a_row_is_the_same_wherever_its_pair_stands(device: str) -> None:
     x = torch.randn(40, 40, device=device).to(torch.bfloat16)
     expert_of = torch.zeros(40, dtype=torch.int64, device=device)
     built = Config(16, 16, 16, 4, 2)
-    there = expert_linear(x, sort_pairs(expert_of, 2, 16), weight, None, top_k=1, config=built)
-    turned = expert_linear(x.flip(0).contiguous(), sort_pairs(expert_of, 2, 16), weight, None, top_k=1, config=built)
+    there = expert_linear(x, sort_pairs(expert_of, 2, 16, early=True), weight, None, top_k=1, config=built, early=True)
+    turned = expert_linear(
+        x.flip(0).contiguous(),
+        sort_pairs(expert_of, 2, 16, early=True),
+        weight,
+        None,
+        top_k=1,
+        config=built,
+        early=True,
+    )
     assert torch.equal(there, turned.flip(0))
 
 
 def test_no_tokens(device: str) -> None:
     weight = torch.randn(2, 32, 40, device=device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    out = expert_linear(weight.new_empty(0, 40), sort_pairs(none, 2, 16), weight, None, top_k=2)
+    out = expert_linear(weight.new_empty(0, 40), sort_pairs(none, 2, 16, early=True), weight, None, top_k=2, early=True)
     assert out.shape == (0, 32)

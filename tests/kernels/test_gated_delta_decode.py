@@ -46,7 +46,7 @@ def check_delta_rule(
     decay = -3 * torch.rand((9, heads, k_dim) if channels else (9, heads), device=device)
     beta = 2 * torch.rand(9, heads, device=device).to(dtype)
     out = lanes.blank(heads, v_dim, dtype=dtype)
-    gated_delta_decode(*lanes.on_device(), query, key, value, decay, beta, out, tile=tile)
+    gated_delta_decode(*lanes.on_device(), query, key, value, decay, beta, out, tile=tile, early=True)
     rule = kimi_delta_rule if channels else gated_delta_rule
     expected = rule(lanes.step(), lanes.cpu, *(lanes.rows(x) for x in (query, key, value, decay, beta)))
     lanes.check(out, expected)
@@ -62,6 +62,6 @@ def test_convolution(device: str, width: int, channels: int, bias: bool, dtype: 
     weight = torch.randn(channels, width, device=device).to(dtype)
     b = torch.randn(channels, device=device).to(dtype) if bias else None
     out = lanes.blank(channels, dtype=dtype)
-    causal_conv_decode(*lanes.on_device(), x, weight, b, out)
+    causal_conv_decode(*lanes.on_device(), x, weight, b, out, early=True)
     expected = causal_conv(lanes.step(), lanes.cpu, lanes.rows(x), weight.cpu(), None if b is None else b.cpu())
     lanes.check(out, expected)

@@ -35,7 +35,7 @@ def test_scan(device: str, heads: int, d: int, n: int, dtype: torch.dtype, state
     x, dt, b, c, rate, skip = draw(device, 9, dtype, heads, d, n)
     dt[3:6] += 20  # where softplus is straight
     out = lanes.blank(heads, d, dtype=dtype)
-    scan_decode(*lanes.on_device(), x, dt, b, c, rate, skip, out)
+    scan_decode(*lanes.on_device(), x, dt, b, c, rate, skip, out, early=True)
     x, dt, b, c = (lanes.rows(t) for t in (x, dt, b, c))
     lanes.check(out, selective_scan(lanes.step(), lanes.cpu, x, dt, b, c, rate.cpu(), skip.cpu().float()))
 

@@ -38,7 +38,7 @@ def test_mamba2(
     dt_bias, skip = (torch.randn(heads, device=device).to(dtype) for _ in range(2))
     rate = -torch.linspace(0.1, 6, heads, device=device)
     out = lanes.blank(heads, p, dtype=dtype)
-    ssd_decode(*lanes.on_device(), query, key, value, 3 * dt[..., 0], dt_bias, rate, skip, out, limit=limit)
+    ssd_decode(*lanes.on_device(), query, key, value, 3 * dt[..., 0], dt_bias, rate, skip, out, limit=limit, early=True)
     given = (lanes.rows(x) for x in (query, key, value, 3 * dt[..., 0]))
     constant = (x.cpu().float() for x in (dt_bias, rate, skip))
     lanes.check(out, ssd(lanes.step(), lanes.cpu, *given, *constant, limit=limit), atol=1e-4)
@@ -51,7 +51,7 @@ def test_step_sizes_are_softplus_to_the_last_digits(device: str) -> None:
     one = torch.ones(9, 1, 1, device=device)
     lanes = torch.arange(1, 10, device=device), torch.ones(9, dtype=torch.bool, device=device)
     out = torch.empty_like(one)
-    ssd_decode(view, *lanes, torch.arange(9, device=device), *_rows(one), dt, zero, zero, zero, out)
+    ssd_decode(view, *lanes, torch.arange(9, device=device), *_rows(one), dt, zero, zero, zero, out, early=True)
     torch.testing.assert_close(out[:, 0].double(), functional.softplus(dt.double()), rtol=1e-5, atol=0)
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_number_stays_none(device: str) -> None:
     row, head = torch.ones(9, 1, 4, device=device), torch.ones(1, device=device)
     out = lanes.blank(1, 4, dtype=torch.float32)
     dt = torch.full((9, 1), float("nan"), device=device)
-    ssd_decode(*lanes.on_device(), row, row, row, dt, head, -head, head, out, limit=(0.1, 1.0))
+    ssd_decode(*lanes.on_device(), row, row, row, dt, head, -head, head, out, limit=(0.1, 1.0), early=True)
     assert lanes.rows(out).isnan().all()
 
 
@@ -81,7 +81,7 @@ def test_lightning(device: str, heads: int, v: int, k: int, dtype: torch.dtype) 
     query, key, value = torch.split(together, [k, k, v], -1)
     slope = torch.linspace(0, 2, heads, device=device)
     out = lanes.blank(heads, v, dtype=dtype)
-    lightning_decode(*lanes.on_device(), query, key, value, slope, out)
+    lightning_decode(*lanes.on_device(), query, key, value, slope, out, early=True)
     query, key, value = (lanes.rows(x) for x in (query, key, value))
     lanes.check(out, lightning_attention(lanes.step(), lanes.cpu, query, key, value, slope.cpu()))
 

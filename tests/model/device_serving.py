@@ -118,7 +118,8 @@ class ModelOnDevice:
             sizes[False] = token_counts(budget)
         arena = torch.empty(arena_bytes, dtype=torch.uint8, device=self.device)
         runner = executor(
-            self.model, self.layout, arena, pool.capacities, ROWS, budget, LONGEST, (), graphs=sizes, poison=True
+            self.model, self.layout, arena, pool.capacities, ROWS, budget, LONGEST, (), graphs=sizes, poison=True,
+            early=True,
         )  # fmt: skip
         return Engine(
             pool,

@@ -53,7 +53,7 @@ class Causal(DeviceBatch):
     """Attention over the step's own tokens alone. A layer that shares its rows reads those of their owner."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        super().__init__(layout.layer_group, layout.owner, {}, Workspace.of(0, 0, 0, "cpu"))
+        super().__init__(layout.layer_group, layout.owner, {}, Workspace.of(0, 0, 0, "cpu"), early=True)
         self._windows = {group.name: group.window for group in layout.groups}
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.called: list[int] = []  # layers, in order

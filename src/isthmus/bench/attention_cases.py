@@ -103,7 +103,7 @@ def _decode(case: Decode, arena: Tensor, cores: int) -> Launches:
     how, table = Scoring(heads.dim**-0.5), _on(placed.page_table, device)
     workspace = Workspace.of(len(work.items), heads.heads, heads.dim, device)
     return [
-        partial(decode_attention, query, out, key, value, table, plan, workspace, how, config=case.config)
+        partial(decode_attention, query, out, key, value, table, plan, workspace, how, config=case.config, early=True)
         for key, value in placed.layers
     ]
 

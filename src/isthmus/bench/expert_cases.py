@@ -70,9 +70,9 @@ def _measure(shape: Shape, up: Tensor, down: Tensor, tokens: int, copy: float) -
     built = config_of(pairs, shape.experts, DTYPE.itemsize)
 
     def ours(expert_of: Tensor) -> None:
-        work = sort_pairs(expert_of, shape.experts, built.block_m)
-        expert_linear(x, work, up, None, top_k=shape.top_k, transposed=shape.transposed)
-        expert_linear(inner, work, down, None, top_k=1, transposed=shape.transposed)
+        work = sort_pairs(expert_of, shape.experts, built.block_m, early=True)
+        expert_linear(x, work, up, None, top_k=shape.top_k, transposed=shape.transposed, early=True)
+        expert_linear(inner, work, down, None, top_k=1, transposed=shape.transposed, early=True)
 
     timing = gpu_time([partial(ours, routing.reshape(-1)) for routing in routings])
     theirs = gpu_time([partial(_grouped, shape, up, down, x, inner, routing) for routing in _sorted(shape, routings)])

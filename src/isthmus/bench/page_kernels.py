@@ -41,7 +41,7 @@ def _writes(arena: Tensor, copy: float) -> Iterator[Row]:
         ):
             key, value = (torch.randn(tokens, heads.kv_heads, heads.dim, dtype=DTYPE, device=device) for _ in range(2))
             where = torch.from_numpy(slots).to(device)
-            work = [partial(write_kv, key, value, *layer, where) for layer in placed.layers]
+            work = [partial(write_kv, key, value, *layer, where, early=True) for layer in placed.layers]
             yield _row("write_kv", heads.name, tokens, work, 2 * tokens * heads.row_bytes, copy)
 
 

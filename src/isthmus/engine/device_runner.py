@@ -107,7 +107,7 @@ class DeviceRunner:
         eos_token_ids: Collection[int],
         *,
         graphs: Mapping[bool, Sequence[int]],
-        early: bool = True,
+        early: bool,
         poison: bool = False,
     ) -> None:
         self.model, self.layout, self.arena = model, layout, arena

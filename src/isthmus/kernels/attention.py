@@ -213,7 +213,7 @@ def decode_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     config: DecodeConfig | None = None,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """One query token per sequence over its cached tokens, its own row among them; writes `out` at the plan's tokens.
 

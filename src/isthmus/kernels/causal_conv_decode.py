@@ -91,7 +91,7 @@ def causal_conv_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """`causal_conv` of n sequences with one token each, with fp32 sums.
 

@@ -166,7 +166,7 @@ def _place_kernel(
     _place(p_expert, p_order, p_cursor, tl.program_id(0) * BLOCK, pairs, BLOCK)
 
 
-def sort_pairs(expert_of: Tensor, experts: int, block_m: int, *, early: bool = True) -> Tensor:
+def sort_pairs(expert_of: Tensor, experts: int, block_m: int, *, early: bool) -> Tensor:
     """Plan the products of a step.
 
     Args:
@@ -291,7 +291,7 @@ def expert_linear(
     top_k: int,
     transposed: bool = False,
     config: Config | None = None,
-    early: bool = True,
+    early: bool,
 ) -> Tensor:
     """Each pair's row times its expert's weight, with fp32 sums.
 

@@ -124,7 +124,7 @@ def gated_delta_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """`gated_delta_rule`, or with decay `[T, heads, K]` `kimi_delta_rule`, of n sequences with one token each.
 

@@ -79,7 +79,7 @@ def rglru_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """`isthmus.kernels.rglru.rglru` of n sequences with one token each.
 

@@ -116,7 +116,7 @@ def scan_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """`isthmus.kernels.selective_scan.selective_scan` of n sequences with one token each.
 

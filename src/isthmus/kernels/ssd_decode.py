@@ -142,7 +142,7 @@ def ssd_decode(
     *,
     limit: tuple[float, float] = (0.0, float("inf")),
     tile: Tile = TILE,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """`isthmus.kernels.ssd.ssd` of n sequences with one token each; the skip is added in fp32, too.
 
@@ -173,7 +173,7 @@ def lightning_decode(
     out: Tensor,
     *,
     tile: Tile = TILE,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """`isthmus.kernels.lightning.lightning_attention` of n sequences with one token each.
 

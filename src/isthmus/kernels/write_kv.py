@@ -86,7 +86,7 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    early: bool = True,
+    early: bool,
 ) -> None:
     """Put every token's rows into its slot.
 

@@ -80,7 +80,7 @@ class DeviceBatch:
         pages: Mapping[int, LayerPages],
         workspace: Workspace,
         *,
-        early: bool = True,
+        early: bool,
     ) -> None:
         self.step: Mapping[str, GroupStep] = {}  # by group
         self.positions = torch.empty(0, dtype=torch.int64)  # [T], of the step
