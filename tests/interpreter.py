@@ -19,6 +19,7 @@ _overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 _dot = interpreter.InterpreterBuilder.create_dot
 _binary = interpreter.InterpreterBuilder.binary_op
 _convert = interpreter._convert_float
+_cast = interpreter.InterpreterBuilder.cast_impl
 _ROUNDED = {
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
     tl.float8e5: (torch.float8_e5m2, torch.uint8),
@@ -96,10 +97,19 @@ def _convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
     return numbers.to(dtype).view(kept).numpy()
 
 
+def _cast_impl(self: Any, given: Any, wanted: Any) -> Any:
+    """Triton 3.6 takes whole numbers for the bits of bfloat16 ones, and the other way round."""
+    for one, other in ((given.dtype.scalar, wanted.scalar), (wanted.scalar, given.dtype.scalar)):
+        if one == tl.bfloat16 and other.is_int():
+            given = _cast(self, given, tl.float32)
+    return _cast(self, given, wanted)
+
+
 if not torch.cuda.is_available():
     interpreter._patch_lang_tensor = _patch
     interpreter._patch_lang = _patch_lang
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter.InterpreterBuilder.binary_op = _binary_op
+    interpreter.InterpreterBuilder.cast_impl = _cast_impl
     interpreter._convert_float = _convert_float
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow

@@ -20,6 +20,12 @@ def _convert(p_from: tl.tensor, p_to: tl.tensor, N: tl.constexpr) -> None:
 
 
 @triton.jit
+def _through(p_from: tl.tensor, p_to: tl.tensor, DTYPE: tl.constexpr, N: tl.constexpr) -> None:
+    o = tl.arange(0, N)
+    tl.store(p_to + o, tl.load(p_from + o).to(DTYPE).to(p_to.dtype.element_ty))
+
+
+@triton.jit
 def _double(p_x: tl.tensor, N: tl.constexpr) -> None:
     b_x = tl.load(p_x + tl.arange(0, N))
     tl.store(p_x + tl.arange(0, N), b_x + b_x)
@@ -33,6 +39,17 @@ def test_numbers_are_rounded_and_widened_as_torch_does(dtype: torch.dtype) -> No
     _convert[(1,)](numbers, narrow, N=64)
     _convert[(1,)](narrow, wide, N=64)
     torch.testing.assert_close(wide, numbers.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_whole_numbers_are_no_bits() -> None:
+    given, found = torch.tensor([0, 1, -3, 77] * 4, dtype=torch.int32), torch.empty(16, dtype=torch.int32)
+    _through[(1,)](given, found, DTYPE=tl.bfloat16, N=16)
+    assert torch.equal(found, given)
+    _through[(1,)](given > 0, found, DTYPE=tl.bfloat16, N=16)
+    assert torch.equal(found, (given > 0).int())
+    narrow = torch.empty(16, dtype=torch.bfloat16)
+    _through[(1,)](given, narrow, DTYPE=tl.int64, N=16)
+    assert torch.equal(narrow.int(), given)
 
 
 def test_nobody_computes_with_bits() -> None:
