@@ -47,7 +47,7 @@ def plan_of(counts: list[int]) -> StatePlan:
 
 
 @pytest.mark.parametrize(
-    "counts", [[], [1], [5], [63], [1, 1, 1], [64, 1, 2], [1, 130, 1, 65, 2], [2] * 4, [200], [1, 190, 1]]
+    "counts", [[], [1], [5], [63], [1, 1, 1], [64, 1, 2], [1, 130, 1, 65, 2], [2] * 4, [200], [1, 190, 1], [2] * 6]
 )
 @pytest.mark.parametrize("tokens", [256, 320])
 def test_what_a_graph_reads(counts: list[int], tokens: int) -> None:
@@ -69,8 +69,9 @@ def test_what_a_graph_reads(counts: list[int], tokens: int) -> None:
             assert found["starts"][s] == found["ends"][s] == tokens - 1
     for name, wanted in (("decodes", plan.decodes), ("chunks", plan.chunks)):
         assert found[name][: len(wanted)].tolist() == wanted.tolist()
-        assert (found[name][len(wanted) :] >= sequences).all()
-    assert sequences in found["chunks"], "padding's outputs are numbers, too"
+        others = found[name][len(wanted) :].tolist()
+        assert min(others, default=sequences) >= sequences
+        assert others.count(sequences) == (name == "chunks"), "padding is walked through once"
 
 
 PROMPTS = {

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tests.kernels.serving import States
 from torch import Tensor
 
@@ -101,15 +99,12 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def device_step(query_start: Int64, past: Int64, pages: Int64, device: str) -> DeviceStep:
-    """As `StateStep.of`, on `device`."""
-
-    def there(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    step, owner = StateStep.of(query_start, past, pages), np.repeat(np.arange(len(pages)), np.diff(query_start))
-    starts, ends, decodes, chunks = (x.to(device) for x in (step.starts, step.ends, step.decodes, step.chunks))
-    where = there(pages), there(past == 0), starts, ends, decodes, chunks
-    return DeviceStep(query_start, *where, there, owner=there(owner))
+    """As a runner has it; past is 0 for a sequence at least."""
+    step = DeviceStep.of(query_start, past, pages)
+    for name in ("pages", "fresh", "starts", "ends", "decodes", "chunks", "owner"):
+        setattr(step, name, getattr(step, name).to(device))
+    step.upload = lambda array: torch.from_numpy(array).to(device)
+    return step
 
 
 def check_operation(

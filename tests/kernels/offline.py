@@ -170,13 +170,16 @@ def mamba(n_dim: int) -> Callable[[], object]:
     return lambda: ssd_chunks.ssd_chunks(view, where, rows, rows, out, step, of_heads, rate, of_heads, out)
 
 
-def delta(key_heads: int, heads: int, k_dim: int, per_channel: bool) -> Callable[[], object]:
+def delta(
+    key_heads: int, heads: int, k_dim: int, *, per_channel: bool, dtype: torch.dtype = BF16
+) -> Callable[[], object]:
     """Chunks of a delta rule, with decays of heads or of every number of their keys."""
     integers = [torch.zeros(4, dtype=torch.int64) for _ in range(4)]
     pages, starts, ends, which = integers
     where = (pages, torch.zeros(4, dtype=torch.bool), starts, ends, which)
     owner, view = torch.zeros(64, dtype=torch.int64), torch.empty(4, heads, k_dim, 128)
-    keys, values, beta = (torch.empty(64, *shape, dtype=BF16) for shape in ((key_heads, k_dim), (heads, 128), (heads,)))
+    shapes = (key_heads, k_dim), (heads, 128), (heads,)
+    keys, values, beta = (torch.empty(64, *shape, dtype=dtype) for shape in shapes)
     decay = torch.empty(64, heads, *([k_dim] if per_channel else []))
     return lambda: delta_chunks.delta_chunks(view, where, owner, keys, keys, values, decay, beta, values)
 
@@ -238,6 +241,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "chunks of gated delta 128", delta(2, 4, 128, per_channel=False)
     yield "chunks of gated delta 256", delta(2, 4, 256, per_channel=False)
     yield "chunks of Kimi delta 128", delta(4, 4, 128, per_channel=True)
+    yield "chunks of Kimi delta 256 in fp32", delta(4, 4, 256, per_channel=True, dtype=FP32)
 
 
 if __name__ == "__main__":

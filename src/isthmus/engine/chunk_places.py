@@ -1,8 +1,9 @@
 """The places of what a graph of a step with prefill chunks reads of the sequences' states.
 
 How many sequences there are, and how they share the tokens out, differs from step to step; a graph has room for the
-most it takes. Whatever is left over is padding's: a sequence with the null page, that begins with this step. At least
-one token is padding's, so that what is computed for nobody has somewhere to go.
+most it takes. Tokens that are left over are padding's: a sequence with the null page, that begins with this step. There
+is one at least, so that what is computed for nobody has somewhere to go: for places that are left over, a sequence with
+the null page again, which has padding's last token.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class ChunkPlaces:
     """Of one graph."""
 
     tokens: int  # T, padding's among them
-    sequences: int  # S, the last is padding's
+    sequences: int  # S: a step's, padding's, and nobody's
     members: int  # M: those with several tokens, and padding's, of which there is one at least
 
     @classmethod
     def of(cls, tokens: int, max_num_seqs: int) -> ChunkPlaces:
         """For a graph of so many tokens."""
-        sequences = min(tokens - 1, max_num_seqs) + 1
-        return cls(tokens, sequences, min(sequences, tokens // _SHORT + _FEW))
+        most = min(tokens - 1, max_num_seqs)
+        return cls(tokens, most + 2, min(most + 1, tokens // _SHORT + _FEW))
 
     def hold(self, plan: StatePlan) -> bool:
         """Can the graph run this step?"""
-        live = int(plan.query_start[-1]) < self.tokens and len(plan.entry) < self.sequences
+        live = int(plan.query_start[-1]) < self.tokens and len(plan.entry) < self.sequences - 1
         return live and len(plan.chunks) < self.members
 
     def sizes(self) -> dict[str, int]:
@@ -46,7 +47,7 @@ class ChunkPlaces:
         words = {
             "starts": self.sequences,
             "ends": self.sequences,
-            "decodes": self.sequences - 1,
+            "decodes": self.sequences - 2,
             "chunks": self.members,
             "owner": self.tokens,
         }
@@ -64,7 +65,7 @@ class ChunkPlaces:
             "fresh": _filled(plan.fresh, self.sequences, True),
             "starts": _filled(plan.query_start, self.sequences, self.tokens - 1),
             "ends": _filled(plan.query_start[1:] - 1, self.sequences, self.tokens - 1),
-            "decodes": _filled(plan.decodes, self.sequences - 1, nobody),
+            "decodes": _filled(plan.decodes, self.sequences - 2, nobody),
             "chunks": _filled(np.append(chunks, len(counts)), self.members, nobody),
             "owner": owner,
         }

@@ -191,7 +191,7 @@ def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
     ]
     if max_num_seqs > 1 and max_tokens > 3:
         steps.append(_blank([2, 1], mixed))
-        steps.append(_blank([2] * min(max_num_seqs, max_tokens // 2), [greedy]))  # each chunk has a copy of its state
+        steps.append(_blank([2] * min(max_num_seqs, max_tokens // 2), [greedy]))  # a chunk may have a copy of its state
     return steps
 
 

@@ -7,15 +7,22 @@ piece. Two launches:
               piece were zero (`written`) and once by how much that state changes it (`known`)
     walk      by sequence, head and some columns of the state: from piece to piece, with the state in registers
 
-The first knows nothing of states, so that all pieces are computed side by side; the second is products alone. There
-are as many programs for pieces as blocks and sequences together: one for the piece that a block begins with, and one
-for the first piece of each sequence, which is nothing where that is the block's.
+The first knows nothing of states, so that all pieces are computed side by side; the second is products alone. With the
+state S `[K, V]` before a piece, by its tokens:
 
-The system is that of `isthmus.kernels.gated_delta`. Both what needs care is done by halves, and halves of these. Its
-inverse: of two blocks on the diagonal with N below them it is D - D N D, where D has their own. And decays of every
-number of a key: a token of a second half sees one of the first half through the border between them, so that both
-factors, how much the one has faded until there and how much all does from there to the other, are at most one. What
-such a factor is a sum of is a product with zeros and ones.
+    w = written - known S
+    outputs = reads S + seen w
+    S' = fades S + keeps' w
+
+reads and keeps are its queries and keys with what fades before and after them, seen what its tokens see of each other.
+There are as many programs for pieces as blocks and sequences together: one for the piece that a block begins with, and
+one for the first piece of each sequence, which is nothing where that is the block's.
+
+The system is that of `isthmus.kernels.gated_delta`. Two things need care; both are done by halves of a block, halves of
+these, and so on. Its inverse: of two blocks on the diagonal with N below them it is D - D N D, where D has their own.
+And decays of every number of a key: a token of a second half sees one of the first half through the border between
+them, so that both factors, how much the one has faded until there and how much all does from there to the other, are at
+most one. Their exponents are sums over tokens, computed as products with a matrix of zeros and ones.
 """
 # ruff: noqa: N803, PLR0915 - compile-time constants of kernels are in capitals
 # mypy: disallow-untyped-decorators=False
@@ -38,7 +45,7 @@ LEVELS = tl.constexpr(6)
 """How often a block is halved until a token is left."""
 
 LEAST = tl.constexpr(-40.0)
-"""Of a decay."""
+"""Of a decay. e^-40 is 4e-18, and sums of 64 of these leave differences of fp32 four digits."""
 
 _WARPS = 4  # more were slower, for either launch
 
@@ -77,12 +84,13 @@ def _length(
 
 @triton.jit
 def _wide(b_rows: tl.tensor) -> tl.tensor:
+    """Nothing is computed in bf16 but products."""
     return b_rows.to(tl.float32)
 
 
 @triton.jit
 def _bounded(b_decay: tl.tensor) -> tl.tensor:
-    """Decays by more than a number can tell from nothing would take the digits of all later sums. NaN stays NaN."""
+    """Greater ones would take the digits of all later sums. NaN stays NaN."""
     return tl.where(b_decay < LEAST, LEAST, b_decay)
 
 
@@ -100,7 +108,7 @@ def _across(o_half: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _halves(b_decay: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Two numbers of 16 bits whose sum is one of fp32, but for what changes no exponential by more than 3e-6."""
+    """Two numbers of DTYPE whose sum is one of fp32, but for what changes no exponential by more than 3e-6."""
     b_high = b_decay.to(DTYPE)
     return b_high, (b_decay - b_high.to(tl.float32)).to(DTYPE)
 
@@ -124,6 +132,32 @@ def _inverse(b_pairs: tl.tensor, o_time: tl.tensor, PRECISION: tl.constexpr, BLO
         b_below = tl.dot(b_below, b_found, input_precision=PRECISION)
         b_found -= tl.dot(b_found, b_below, input_precision=PRECISION)
     return b_found
+
+
+@triton.jit
+def _piece(
+    i_piece: tl.tensor,
+    blocks: tl.tensor,
+    p_pages: tl.tensor,
+    p_owner: tl.tensor,
+    p_starts: tl.tensor,
+    p_ends: tl.tensor,
+    p_sequences: tl.tensor,
+    BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """First token of its block, its own first and last one, and the page of its state; 0: there is no such piece."""
+    if i_piece < blocks:  # what a block begins with
+        i_sequence = tl.load(p_owner + i_piece.to(tl.int64) * BLOCK_T)
+        begin, end = tl.load(p_starts + i_sequence).to(tl.int64), tl.load(p_ends + i_sequence).to(tl.int64)
+        first = i_piece.to(tl.int64) * BLOCK_T
+        start, nothing = first, begin == end  # one token alone is not ours
+    else:  # what a sequence begins with
+        i_sequence = tl.load(p_sequences + i_piece - blocks)
+        start, end = tl.load(p_starts + i_sequence).to(tl.int64), tl.load(p_ends + i_sequence).to(tl.int64)
+        first = start // BLOCK_T * BLOCK_T
+        nothing = start == first
+    page = tl.where(nothing, 0, tl.load(p_pages + i_sequence))
+    return first, start, tl.minimum(end, first + BLOCK_T - 1), page
 
 
 @triton.jit(do_not_specialize=["p_pages", "p_owner", "p_starts", "p_ends", "p_sequences", "blocks"])
@@ -164,20 +198,9 @@ def _solve_kernel(
     BLOCK_V: tl.constexpr,
 ) -> None:
     i_head, i_piece = tl.program_id(0), tl.program_id(1)
-    if i_piece < blocks:  # what the block begins with
-        i_sequence = tl.load(p_owner + i_piece.to(tl.int64) * BLOCK_T)
-        start, end = tl.load(p_starts + i_sequence).to(tl.int64), tl.load(p_ends + i_sequence).to(tl.int64)
-        first = i_piece.to(tl.int64) * BLOCK_T
-        nothing = start == end  # a sequence with one token
-        start = first
-    else:  # what the sequence begins with
-        i_sequence = tl.load(p_sequences + i_piece - blocks)
-        start, end = tl.load(p_starts + i_sequence).to(tl.int64), tl.load(p_ends + i_sequence).to(tl.int64)
-        first = start // BLOCK_T * BLOCK_T
-        nothing = start == first
-    if nothing | (tl.load(p_pages + i_sequence) == 0):
+    first, start, end, page = _piece(i_piece, blocks, p_pages, p_owner, p_starts, p_ends, p_sequences, BLOCK_T)
+    if page == 0:
         return
-    end = tl.minimum(end, first + BLOCK_T - 1)
     o_time = tl.arange(0, BLOCK_T)
     o_token = first + o_time.to(tl.int64)
     live = (o_token >= start) & (o_token <= end)
@@ -188,6 +211,7 @@ def _solve_kernel(
     b_beta = tl.load(p_beta + o_token * beta_token + i_head, mask=live, other=0.0).to(tl.float32)
     p_fade = p_fades + (i_piece.to(tl.int64) * HEADS + i_head) * CHANNELS
     p_decay += i_head * CHANNELS
+    # What tokens see of each other, and write over each other; rows for the walk.
     b_seen = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     b_pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     for at in tl.range(0, K_DIM, BLOCK_K, num_stages=1):
@@ -236,11 +260,13 @@ def _solve_kernel(
     b_seen = tl.where(o_time[:, None] >= o_time[None, :], b_seen * scaling, 0.0)
     o_seen = (o_token * (HEADS * BLOCK_T) + i_head * BLOCK_T)[:, None] + o_time[None, :]
     tl.store(p_seen + o_seen, b_seen.to(DTYPE), mask=live[:, None])
+    # The system, and what it does to keys and values.
     b_pairs = tl.where(o_time[:, None] > o_time[None, :], b_pairs, 0.0) * b_beta[:, None]
     b_exact = _inverse(b_pairs, o_time, PRECISION, BLOCK_T)
     # By how much a state changes what is written must not be rounded alike for every token of a kind: it would grow.
     b_solved = b_exact.to(DTYPE)
-    b_rest = (b_exact - _wide(b_solved)).to(DTYPE)
+    if not DTYPE.is_fp32():
+        b_rest = (b_exact - _wide(b_solved)).to(DTYPE)
     for at in tl.range(0, K_DIM, BLOCK_K, num_stages=1):
         o_key = at + tl.arange(0, BLOCK_K)
         real = o_key < K_DIM
@@ -253,7 +279,8 @@ def _solve_kernel(
             b_sums = tl.cumsum(b_decay, 0)[:, None]
         b_key = (_wide(b_key) * tl.exp(b_sums) * b_beta[:, None]).to(DTYPE)
         b_known = tl.dot(b_solved, b_key, input_precision=PRECISION)
-        b_known = tl.dot(b_rest, b_key, b_known, input_precision=PRECISION)
+        if not DTYPE.is_fp32():
+            b_known = tl.dot(b_rest, b_key, b_known, input_precision=PRECISION)
         o_rows = (o_token * (HEADS * K_DIM) + i_head * K_DIM)[:, None] + o_key[None, :]
         tl.store(p_known + o_rows, b_known.to(DTYPE), mask=live[:, None] & real[None, :])
     for at in tl.range(0, V_DIM, BLOCK_V, num_stages=1):
@@ -356,8 +383,8 @@ def delta_chunks(
     """`gated_delta_rule`, or with decay `[T, heads, K]` `kimi_delta_rule`, of M sequences with several tokens each, and
     of padding.
 
-    Queries and keys are rounded at unit length; products are of the activations' dtype, fp32 in three parts of TF32,
-    fp16 (which states would leave) in TF32; all sums are fp32.
+    Queries and keys are rounded at unit length; products are of bf16 or, of fp32 and of fp16 (whose range states would
+    leave), in three parts of TF32; all sums are fp32.
 
     Args:
         view: fp32 `[pages, heads, K, V]` over the arena, changed in place.
@@ -376,6 +403,7 @@ def delta_chunks(
     assert view.dtype == torch.float32, "states are fp32"
     page_bytes = view.stride(0) * view.itemsize
     assert page_bytes % VECTOR_BYTES == 0, "pages are multiples of 16 bytes"
+    assert len(owner) == tokens, "every token is somebody's"
     if len(sequences) == 0:
         return
     dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
@@ -387,7 +415,7 @@ def delta_chunks(
     seen = query.new_empty((tokens, heads, BLOCK), dtype=dtype)
     fades = query.new_empty((pieces, heads, channels), dtype=torch.float32)
     block_k = max(columns, triton.next_power_of_2(k_dim))
-    precision = "tf32x3" if query.dtype == torch.float32 else "tf32"
+    precision = "tf32" if dtype == torch.bfloat16 else "tf32x3"
     sizes = {"HEADS": heads, "K_DIM": k_dim, "V_DIM": v_dim, "CHANNELS": channels, "PRECISION": precision}
     _solve_kernel[(heads, pieces)](
         *(query, key, value, decay, beta, pages, owner, starts, ends, sequences),

@@ -66,6 +66,7 @@ class StateStep:
     ends: Tensor  # int64 [S]: its last
     decodes: Tensor  # int64: sequences with one token
     chunks: Tensor  # int64: sequences with more
+    owner: Tensor  # int64 [T]: the sequence of each token
     upload: Callable[[NDArray[Any]], Tensor] = torch.from_numpy  # an array to where the states are
     _grids: dict[int, Grid] = field(default_factory=dict)  # by chunk size
     _windows: dict[int, Taps] = field(default_factory=dict)  # by width
@@ -84,6 +85,7 @@ class StateStep:
             torch.from_numpy(query_start[1:] - 1),
             torch.from_numpy(np.flatnonzero(counts == 1)),
             torch.from_numpy(np.flatnonzero(counts > 1)),
+            torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         )
 
     @property

@@ -4,19 +4,18 @@ It is opaque for the reasons that attention is (`isthmus.model.device_attention`
 it, whatever its number, and what an operation does depends on the step, not on shapes. Which operation, and on which
 parts of the state, is compiled in; the layer's number and the executor travel as CPU tensors.
 
-Sequences with one token go through kernels that change their states where they lie, where there is such a kernel;
-everything else is the CPU's operation, whose tensor operators run anywhere. In a step of such sequences alone nothing
-looks at the host, and all tensors have fixed places, so that a CUDA graph can hold it. To give an operation a kernel:
-a function here with the operation's signature, and its name in `OPERATIONS`.
-
-A graph holds sequences with several tokens where chunks of any lengths are the same launches (`Operation.fixed`).
+Sequences with one token go through kernels that change their states where they lie, and those with several where there
+is such a kernel; everything else is the CPU's operation, whose tensor operators run anywhere. In a step of sequences
+with one token nothing looks at the host, and all tensors have fixed places, so that a CUDA graph can hold it; a graph
+holds those with several where chunks of any lengths are the same launches (`Operation.fixed`). To give an operation a
+kernel: a function here with the operation's signature, and its name in `OPERATIONS`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -53,7 +52,6 @@ class Lanes(NamedTuple):
 class DeviceStep(StateStep):
     """A step whose tensors are on a device. `fresh` is there always; padding has page 0, and is fresh."""
 
-    owner: Tensor = field(kw_only=True)  # int64 [T]: the sequence of each token
     early: bool = False
     """May kernels for sequences with one token begin before the one before them has ended? Not with chunks beside them:
     `lanes` is written between two kernels of a layer then, too late for them (`isthmus.kernels.dependent`)."""
@@ -88,9 +86,9 @@ class StateInputs:
     def step(self, tables: Tensor, *, early: bool) -> DeviceStep:
         """With ids made physical. `early`: kernels may begin before the one before them has ended."""
         pages = tables.index_select(0, self.entry).long()
-        upload, where = partial(_upload, tables.device), (self.starts, self.ends, self.decodes, self.chunks)
-        early = early and len(self.chunks) == 0
-        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, owner=self.owner, early=early)
+        where = self.starts, self.ends, self.decodes, self.chunks, self.owner
+        upload, early = partial(_upload, tables.device), early and len(self.chunks) == 0
+        return DeviceStep(self.query_start, pages, self.fresh, *where, upload, early=early)
 
 
 def _upload(device: torch.device, array: NDArray[Any]) -> Tensor:
