@@ -187,6 +187,18 @@ def test_no_decode_looks_at_the_host(family: str, monkeypatch: pytest.MonkeyPatc
     assert outputs.logits[1:].isfinite().all(), "padding lanes must hold numbers: other layers compute with them"
 
 
+SIZES = [(3, 64, 128), (256, 8192, 4096), (40, 64, 128), (3, 64, 9)]
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "longest"), SIZES)
+def test_a_warm_step_has_most_chunks_and_tokens(sequences: int, tokens: int, longest: int) -> None:
+    """Memory of a step grows with both."""
+    counts = [np.diff(step.query_start) for step in warm_steps(sequences, tokens, longest)]
+    most = min(sequences, tokens // 2)
+    assert max(n.sum() for n in counts if len(n) == most and n.min() > 1) > min(tokens - most, (longest - 2) * most)
+    assert max(n.max() for n in counts) < longest
+
+
 def test_the_warm_steps_run_over_null_pages(device: str) -> None:
     """What is measured at the start: chunks and decodes of nobody, more tokens than states have pages."""
     twin = paged(small("qwen3_5")).requires_grad_(False).to(device)

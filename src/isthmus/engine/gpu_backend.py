@@ -168,8 +168,9 @@ class GpuBackend:
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
-    """The largest step of each sort: prefill to the budget, scored too, decodes with every kind of sampling, both; and
-    prefill of a quarter of the tokens, of a quarter of these, ..: kernels are built for some sizes.
+    """The largest step of each sort: prefill to the budget, of few sequences, scored too, and of most; decodes with
+    every kind of sampling, both; and prefill of a quarter of the tokens, of a quarter of these, ..: kernels are built
+    for some sizes.
 
     No sequence has a page, so all of them read and write the null page.
     """
@@ -191,7 +192,8 @@ def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:
     ]
     if max_num_seqs > 1 and max_tokens > 3:
         steps.append(_blank([2, 1], mixed))
-        steps.append(_blank([2] * min(max_num_seqs, max_tokens // 2), [greedy]))  # a chunk may have a copy of its state
+        chunks = min(max_num_seqs, max_tokens // 2)  # each may have a copy of its state, or rows of its own
+        steps.append(_blank([max(2, min(longest - 1, max_tokens // chunks))] * chunks, [greedy]))
     return steps
 
 
