@@ -97,6 +97,7 @@ def _add_bench(verbs: argparse._SubParsersAction[Parser]) -> None:
     memory.set_defaults(run=_bench_memory)
     _add_bench_throughput(kinds)
     _add_bench_step(kinds)
+    _add_bench_prefill(kinds)
     _add_bench_kernels(kinds)
     split = kinds.add_parser("split", help="unified against static memory at its best split and at wrong ones")
     add_engine_flags(split)
@@ -170,6 +171,18 @@ def _add_bench_step(kinds: argparse._SubParsersAction[Parser]) -> None:
     step.add_argument("--steps", type=int, default=50, metavar="N", help="measured at each size (default 50)")
     step.add_argument("--json", action="store_true", help="one JSON object with raw samples")
     step.set_defaults(run=_bench_step)
+
+
+def _add_bench_prefill(kinds: argparse._SubParsersAction[Parser]) -> None:
+    prefill = kinds.add_parser("prefill", help="prompts alone: GPU time by part, against what must be computed")
+    add_engine_flags(prefill)
+    prefill.add_argument(
+        "--prompts", type=_prompts, action="append", metavar="N,P",
+        help="N prompts of P random tokens at once; repeatable (default 16,512 and 1,8192)",
+    )  # fmt: skip
+    prefill.add_argument("--repeat", type=int, default=5, metavar="N", help="batches of each; the median counts")
+    prefill.add_argument("--json", action="store_true", help="one JSON object with raw samples")
+    prefill.set_defaults(run=_bench_prefill)
 
 
 def _add_bench_kernels(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -274,6 +287,14 @@ def _shape(text: str) -> tuple[int, int, int]:
     return count, prompt, output
 
 
+def _prompts(text: str) -> tuple[int, int]:
+    try:
+        count, tokens = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not count,tokens such as 16,512") from None
+    return count, tokens
+
+
 def _counts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -338,6 +359,13 @@ def _bench_step(args: argparse.Namespace) -> int:
     from isthmus.bench import report, step  # noqa: PLC0415
 
     report.show(step.run(args), args.json, step.lines)
+    return 0
+
+
+def _bench_prefill(args: argparse.Namespace) -> int:
+    from isthmus.bench import prefill, report  # noqa: PLC0415
+
+    report.show(prefill.run(args), args.json, prefill.lines)
     return 0
 
 

@@ -159,3 +159,11 @@ def test_all_figures_on_a_gpu(gguf: Path, capsys: pytest.CaptureFixture[str]) ->
         assert gpu["by_class_ms"]["matrix products"] > 0
         assert 0 < gpu["busy_ms"] <= sum(gpu["by_class_ms"].values()) + 1e-3
         assert one["gpu_over_floor"] > 0
+
+
+def test_a_summary_is_by_step() -> None:
+    trace = Trace([Event("nvjet", 0.0, 6.0), Event("decode_kernel", 4.0, 4.0), Event("nvjet", 9.0, 6.0)])
+    found = trace.summary(2, 1)
+    assert found["busy_ms"] == sum(found["by_class_ms"].values()) == 7e-3
+    assert found["by_class_ms"]["attention"] == 1e-3
+    assert found["kernels"] == [{"name": "nvjet", "class": "matrix products", "calls": 1.0, "ms": 6e-3}]

@@ -17,9 +17,11 @@ def copy_bandwidth(device: torch.device, nbytes: int, samples: int = 7) -> float
     return 2 * source.nbytes / seconds
 
 
-def matmul_flops(device: torch.device, size: int = 8192, samples: int = 7) -> float:
-    """Operations a second of a bf16 product of two square matrices of random numbers."""
-    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+def matmul_flops(
+    device: torch.device, size: int = 8192, samples: int = 7, *, dtype: torch.dtype = torch.bfloat16
+) -> float:
+    """Operations a second of a product of two square matrices of random numbers."""
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * size**3 / _seconds(lambda: torch.mm(left, right, out=out), device, samples)
 

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()  # the engine takes what it finds free
     llm = LLM(**settings)
     _require_room(llm, args)
-    cost = _cost(llm)
+    cost = forward_cost(llm)
     batches = []
     for batch in args.batch:
         print(f"batch {batch} ...", file=sys.stderr)
@@ -119,7 +119,8 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"{kernel['ms']:>10.3f} ms {kernel['calls']:>8.1f} calls  {kernel['class']:<22}{kernel['name']:.80}"
 
 
-def _cost(llm: LLM) -> ForwardCost:
+def forward_cost(llm: LLM) -> ForwardCost:
+    """Of its model."""
     source = resolve(llm.config.model.model, load_format=llm.config.model.load_format)
     return count(build_model(source, llm.dtype, load_format="dummy", device="meta"), llm.layout)
 
@@ -250,18 +251,7 @@ def _traced_steps(llm: LLM) -> dict[str, Any]:
     with traced() as trace:
         for _ in range(TRACED):
             llm.engine.step()
-    if not trace.events:
-        print("the profiler saw no kernel: GPU times by class are missing", file=sys.stderr)
-    per_step = 1e-3 / TRACED
-    return {
-        "busy_ms": round(trace.busy_us * per_step, 4),
-        "by_class_ms": {kind: round(us * per_step, 4) for kind, us in trace.by_class().items()},
-        "kernels": [
-            {"name": one["name"], "class": one["class"], "calls": one["calls"] / TRACED, "ms": one["us"] * per_step}
-            for one in trace.top(_SHOWN)
-        ],
-        "traced_steps": TRACED,
-    }
+    return trace.summary(TRACED, _SHOWN)
 
 
 def _lengths(llm: LLM) -> list[int]:

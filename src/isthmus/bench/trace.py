@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,21 @@ class Trace:
             {"name": name[:200], "class": class_of(name), "calls": len(times), "us": sum(times)}
             for name, times in longest
         ]
+
+    def summary(self, steps: int, shown: int) -> dict[str, Any]:
+        """Milliseconds a step, of so many that were traced: of all, by class, and of so many kernels."""
+        if not self.events:
+            print("the profiler saw no kernel: GPU times by class are missing", file=sys.stderr)
+        per_step = 1e-3 / steps
+        return {
+            "busy_ms": round(self.busy_us * per_step, 4),
+            "by_class_ms": {kind: round(us * per_step, 4) for kind, us in self.by_class().items()},
+            "kernels": [
+                {"name": one["name"], "class": one["class"], "calls": one["calls"] / steps, "ms": one["us"] * per_step}
+                for one in self.top(shown)
+            ],
+            "traced_steps": steps,
+        }
 
     def _own(self) -> Iterator[tuple[str, float]]:
         """Names and microseconds; where two ran at once, the time is the first's, for which the other mostly waited."""
