@@ -13,21 +13,9 @@ from isthmus.bench.trace import Event, Trace, class_of, device_events
 from isthmus.memory import Group, LayerKV, kv_spec, state_spec
 from isthmus.model.cost import ForwardCost
 from tests.command import refusal, run
-from tests.model.tiny_gguf import tiny_model, write_gguf
+from tests.model.tiny_gguf import tiny_model
 
 SMALL = ("--dtype", "float32", "--pool-bytes", "300k", "--page-size", "4")
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_gguf(path, "gemma3", tiny_model("gemma3"))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def test_all_figures_on_a_cpu(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:

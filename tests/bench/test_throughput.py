@@ -16,21 +16,8 @@ from isthmus.engine.dryrun import dry_steps
 from isthmus.errors import ConfigError
 from isthmus.memory import Group, Pool, opaque_spec
 from tests.command import refusal, run
-from tests.model.tiny_gguf import tiny_model, write_gguf
 
 SMALL = ("--dtype", "float32", "--pool-bytes", "100k", "--page-size", "4")
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_gguf(path, "gemma3", tiny_model("gemma3"))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def test_a_workload_is_the_same_every_time_and_mixed() -> None:

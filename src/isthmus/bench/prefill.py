@@ -15,7 +15,6 @@ Prompts are random tokens, another set for every batch; nothing of them is cache
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from isthmus.bench.bandwidth import copy_bandwidth, matmul_flops
+from isthmus.bench.bandwidth import matmul_flops
 from isthmus.bench.by_step import watched
-from isthmus.bench.step import forward_cost
+from isthmus.bench.engine import facts, forward_cost, milliseconds, started
 from isthmus.bench.trace import traced
 from isthmus.engine import capacity
 from isthmus.engine.backends import resolve_device
-from isthmus.engine.config import EngineConfig, SchedulerConfig
+from isthmus.engine.config import EngineConfig
 from isthmus.errors import ConfigError
 from isthmus.flags import engine_args
 from isthmus.llm import LLM
@@ -41,8 +40,8 @@ from isthmus.params import SamplingParams
 SHAPES = ((16, 512), (1, 8192))
 """Prompts, and tokens of each."""
 
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
-_PRODUCT = {"cuda": 8192, "cpu": 1024}
+_PRODUCT = {"cuda": 8192, "cpu": 512}
+_WIDTHS = torch.bfloat16, torch.float32
 _SHOWN = 12  # kernels
 
 
@@ -51,32 +50,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shapes: Sequence[tuple[int, int]] = args.prompts or SHAPES
     if args.repeat < 1 or min(min(shape) for shape in shapes) < 1:
         raise ConfigError("--repeat and both numbers of --prompts must be at least 1")
-    most = max(count for count, _ in shapes)
-    settings = {"max_num_seqs": max(SchedulerConfig.max_num_seqs, most)} | engine_args(args)
-    device = resolve_device(EngineConfig.build(**settings))
-    bandwidth = copy_bandwidth(torch.device(device), _COPY_BYTES[device])
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the engine takes what it finds free
-    llm = LLM(**settings)
+    device = torch.device(resolve_device(EngineConfig.build(**engine_args(args))))
+    # Of both widths, because the engine, which knows what the model is in, takes the memory.
+    rates = {dtype.itemsize: matmul_flops(device, _PRODUCT[device.type], dtype=dtype) for dtype in _WIDTHS}
+    llm, settings, bandwidth = started(args, max(count for count, _ in shapes))
     for count, tokens in shapes:
         _require_room(llm, count, tokens)
-    rate = matmul_flops(torch.device(device), _PRODUCT[device], dtype=llm.dtype)
-    cost = forward_cost(llm)
+    rate, cost = rates[llm.dtype.itemsize], forward_cost(llm)
     found = []
     for count, tokens in shapes:
         print(f"{count} prompts of {tokens:,} tokens ...", file=sys.stderr)
         found.append(_measure(llm, count, tokens, args.repeat, cost, bandwidth, rate))
-    return {
-        "model": llm.name,
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "device": device,
-        "settings": {name: str(value) for name, value in (settings | {"model": llm.name}).items()},
-        "repeat": args.repeat,
-        "copy_bytes_per_second": round(bandwidth),
-        "matmul_flops_per_second": round(rate),
-        "weight_bytes": cost.dense_bytes + cost.expert_bytes,
-        "shapes": found,
-    }
+    more = {"repeat": args.repeat, "matmul_flops_per_second": round(rate), "shapes": found}
+    return facts(llm, settings, bandwidth, cost) | more
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
@@ -147,10 +133,10 @@ def _measure(
     if cuda:
         with traced() as trace:
             _batch(llm, count, tokens, rng)
-        gpu = {"span_ms": _summary(spans)} | trace.summary(1, _SHOWN)
+        gpu = {"span_ms": milliseconds(spans)} | trace.summary(1, _SHOWN)
     needed = flops(cost, llm.layout.groups, count, tokens)
     weights = steps * cost.weight_bytes(-(-count * tokens // steps))
-    floor, wall = 1e3 * max(needed / rate, weights / bandwidth), _summary(walls)
+    floor, wall = 1e3 * max(needed / rate, weights / bandwidth), milliseconds(walls)
     return {
         "prompts": count,
         "tokens": tokens,
@@ -174,9 +160,3 @@ def _batch(llm: LLM, count: int, tokens: int, rng: np.random.Generator) -> float
     seconds = time.perf_counter() - start
     llm.engine.reset_prefix_cache()
     return seconds
-
-
-def _summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Milliseconds: the median, and every sample."""
-    samples = [round(s * 1e3, 4) for s in seconds]
-    return {"median": round(statistics.median(samples), 4), "samples": samples}

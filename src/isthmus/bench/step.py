@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,26 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from isthmus.bench.bandwidth import copy_bandwidth
+from isthmus.bench.engine import facts, forward_cost, milliseconds, started
 from isthmus.bench.stopwatch import Stopwatch, measured
 from isthmus.bench.trace import traced
 from isthmus.engine import capacity
-from isthmus.engine.backends import resolve_device
-from isthmus.engine.config import EngineConfig, SchedulerConfig
 from isthmus.engine.wide_frame import wide_frame
 from isthmus.errors import ConfigError
-from isthmus.flags import engine_args
 from isthmus.llm import LLM
 from isthmus.memory import Group
-from isthmus.model.cost import ForwardCost, count
-from isthmus.model.source import build_model, resolve
+from isthmus.model.cost import ForwardCost
 from isthmus.params import SamplingParams
 
 WARM = 5  # steps before those that are measured
 TRACED = 8  # steps under the profiler
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 _SHOWN = 12  # kernels, and functions of the host
 
 
@@ -55,29 +48,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Every batch size in turn, on one engine."""
     if min(*args.batch, args.context, args.steps) < 1:
         raise ConfigError("--batch, --context and --steps must be at least 1")
-    settings = {"max_num_seqs": max(SchedulerConfig.max_num_seqs, *args.batch)} | engine_args(args)
-    device = resolve_device(EngineConfig.build(**settings))
-    bandwidth = copy_bandwidth(torch.device(device), _COPY_BYTES[device])
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the engine takes what it finds free
-    llm = LLM(**settings)
+    llm, settings, bandwidth = started(args, max(args.batch))
     _require_room(llm, args)
     cost = forward_cost(llm)
     batches = []
     for batch in args.batch:
         print(f"batch {batch} ...", file=sys.stderr)
         batches.append(_measure(llm, batch, args.context, args.steps, cost, bandwidth))
-    return {
-        "model": llm.name,
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "device": device,
-        "settings": {name: str(value) for name, value in (settings | {"model": llm.name}).items()},
-        "context": args.context,
-        "steps": args.steps,
-        "copy_bytes_per_second": round(bandwidth),
-        "weight_bytes": cost.dense_bytes + cost.expert_bytes,
-        "batches": batches,
-    }
+    return facts(llm, settings, bandwidth, cost) | {"context": args.context, "steps": args.steps, "batches": batches}
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
@@ -117,12 +95,6 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"GPU at batch {one['batch']}: {parts}"
     for kernel in traces[-1]["gpu"]["kernels"] if traces else ():
         yield f"{kernel['ms']:>10.3f} ms {kernel['calls']:>8.1f} calls  {kernel['class']:<22}{kernel['name']:.80}"
-
-
-def forward_cost(llm: LLM) -> ForwardCost:
-    """Of its model."""
-    source = resolve(llm.config.model.model, load_format=llm.config.model.load_format)
-    return count(build_model(source, llm.dtype, load_format="dummy", device="meta"), llm.layout)
 
 
 def cache_bytes(groups: Sequence[Group], lengths: Sequence[int]) -> float:
@@ -173,14 +145,14 @@ def _measure(llm: LLM, batch: int, context: int, steps: int, cost: ForwardCost, 
     live = (cache_bytes(llm.layout.groups, before) + cache_bytes(llm.layout.groups, after)) / 2
     weights = cost.weight_bytes(batch)
     floor = (weights + live) / bandwidth * 1e3
-    wall = _summary(watch.wall)
+    wall = milliseconds(watch.wall)
     if gpu is not None:
-        gpu = {"span_ms": _summary(watch.span())} | gpu
+        gpu = {"span_ms": milliseconds(watch.span())} | gpu
     return {
         "batch": batch,
         "wall_ms": wall,
-        "host_ms": {name: _summary(times) for name, times in watch.host().items()},
-        "told_host_ms": {name: _summary(times) for name, times in told.host().items()},
+        "host_ms": {name: milliseconds(times) for name, times in watch.host().items()},
+        "told_host_ms": {name: milliseconds(times) for name, times in told.host().items()},
         "host_calls": calls,
         "gpu": gpu,
         "weight_bytes": round(weights),
@@ -256,9 +228,3 @@ def _traced_steps(llm: LLM) -> dict[str, Any]:
 
 def _lengths(llm: LLM) -> list[int]:
     return [sequence.length for sequence in llm.engine.scheduler.running]
-
-
-def _summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Milliseconds: the median, and every sample."""
-    samples = [round(s * 1e3, 4) for s in seconds]
-    return {"median": round(statistics.median(samples), 4), "samples": samples}
