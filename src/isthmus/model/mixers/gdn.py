@@ -66,8 +66,8 @@ class DeltaNet(Mixer):
         qkv, gate, decay, beta = self.project(hidden)
         query, key, value = self._heads(self._convolve(qkv, states))
         out = states.apply(self.rule, "recurrent", query, key, value, decay, beta)
-        normed: Tensor = self.norm(out.flatten(0, 1), gate.reshape(-1, self.shape.v_dim))
-        mixed: Tensor = self.output(normed.view_as(out).flatten(1))
+        normed: Tensor = self.norm(out, torch.unflatten(gate, -1, (-1, self.shape.v_dim)))
+        mixed: Tensor = self.output(normed.flatten(1))
         return mixed
 
     def _convolve(self, x: Tensor, states: LayerStates) -> Tensor:
