@@ -4,8 +4,8 @@
 
 prints, as JSON, the bytes of shared memory that each of `cases` takes on a GPU of compute capability 8.9 whose programs
 may have so many; then what its kernels do with memory before they wait for the kernel before them, if they do, in PTX;
-then the tiles that a Hopper's products read from rows of fewer than 128 bytes. A launch builds what it would run, and
-runs nothing.
+then the tiles that a Hopper's products read from shared memory, with the bytes of a row. A launch builds what it would
+run, and runs nothing.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ OPERANDS = re.compile(r"memdesc<([^,]+), (#\w+),")
 TOUCHES = re.compile(r"\b(ld\.global|st\.global|atom\.global|red\.global|cp\.async\.c[ag])\b|(griddepcontrol\.wait)")
 
 
-def narrow(layouts: str) -> Iterator[str]:
-    """Shapes of what the products of a kernel, in TTGIR, read from rows of fewer than 128 bytes."""
+def operands(layouts: str) -> Iterator[tuple[str, int]]:
+    """What the products of a kernel, in TTGIR, read from shared memory: shapes, and bytes of a row (128: or more)."""
     widths = {name: int(width) for name, width in SWIZZLED.findall(layouts)}
     for line in layouts.splitlines():
         if "warp_group_dot " in line:
-            yield from (shape for shape, layout in OPERANDS.findall(line) if widths.get(layout, 128) < 128)
+            yield from ((shape, widths[layout]) for shape, layout in OPERANDS.findall(line))
 
 
-def built(launch: Callable[[], object], capability: int) -> tuple[int, list[str] | None, list[str]]:
+def built(launch: Callable[[], object], capability: int) -> tuple[int, list[str] | None, list[tuple[str, int]]]:
     """The most shared memory that a kernel of this launch takes on a GPU of that capability, in bytes; what comes
-    before the one wait of those that have one; and its narrow tiles."""
+    before the one wait of those that have one; and the tiles of its products, as `operands` has them."""
     target, taken, early = GPUTarget("cuda", capability, 32), [0], []
-    tiles: set[str] = set()
+    tiles: set[tuple[str, int]] = set()
 
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         options = {name: given.pop(name) for name in OPTIONS if name in given}
         kernel = triton.compile(source(self, dict(zip(self.arg_names, args, strict=False)) | given), target, options)
         taken.append(kernel.metadata.shared)
-        tiles.update(narrow(kernel.asm["ttgir"]))
+        tiles.update(operands(kernel.asm["ttgir"]))
         touches = [found[0] for found in TOUCHES.finditer(kernel.asm["ptx"])]
         if "griddepcontrol.wait" in touches:
             assert touches.count("griddepcontrol.wait") == 1
