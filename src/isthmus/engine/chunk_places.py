@@ -56,18 +56,15 @@ class ChunkPlaces:
 
     def arrays(self, plan: StatePlan) -> dict[str, NDArray[Any]]:
         """What goes there for a step, which must `hold`."""
-        live, nobody = int(plan.query_start[-1]), self.sequences - 1
-        padding = np.arange(live, self.tokens)
-        counts, chunks = np.diff(plan.query_start), plan.chunks
-        owner = np.repeat(np.arange(len(counts) + 1), np.append(counts, len(padding)))
+        padding, nobody = len(plan.entry), self.sequences - 1
         found = {
             "entry": _filled(plan.entry, self.sequences, plan.null),
             "fresh": _filled(plan.fresh, self.sequences, True),
             "starts": _filled(plan.query_start, self.sequences, self.tokens - 1),
             "ends": _filled(plan.query_start[1:] - 1, self.sequences, self.tokens - 1),
             "decodes": _filled(plan.decodes, self.sequences - 2, nobody),
-            "chunks": _filled(np.append(chunks, len(counts)), self.members, nobody),
-            "owner": owner,
+            "chunks": _filled(np.append(plan.chunks, padding), self.members, nobody),
+            "owner": _filled(plan.owner, self.tokens, padding),
         }
         return {PREFIX + name: array for name, array in found.items()}
 

@@ -106,6 +106,11 @@ class StatePlan:
         """Sequences with more."""
         return np.flatnonzero(np.diff(self.query_start) > 1)
 
+    @property
+    def owner(self) -> Int64:
+        """[T]: the sequence of each token."""
+        return np.repeat(np.arange(len(self.entry)), np.diff(self.query_start))
+
     @classmethod
     def of(cls, step: Step, group: Group, tables: Tables) -> StatePlan:
         at = tables.at[group.name]

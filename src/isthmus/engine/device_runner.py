@@ -366,7 +366,7 @@ class DeviceRunner:
             if not plan.decode:
                 sections |= {"states.starts": states.query_start[:-1], "states.ends": states.query_start[1:] - 1}
                 sections |= {"states.decodes": states.decodes, "states.chunks": states.chunks}
-                sections["states.owner"] = np.repeat(np.arange(len(states.entry)), np.diff(states.query_start))
+                sections |= {"states.owner": states.owner}
         for i, op in enumerate(plan.pages):
             if op.destination is not None or self._poison:
                 sections[f"source{i}"] = op.source
