@@ -94,7 +94,7 @@ def flops(cost: ForwardCost, groups: Sequence[Group], count: int, tokens: int) -
     windows = {group.name: group.window for group in groups}
     seen = np.arange(1, tokens + 1, dtype=np.int64)
     pairs = {name: int(np.minimum(seen, windows[name] or tokens).sum()) for name in cost.pair_flops}
-    attention = sum(pairs[name] * flops for name, flops in cost.pair_flops.items())
+    attention = sum(pairs[name] * each for name, each in cost.pair_flops.items())
     return count * (tokens * cost.token_flops + cost.sample_flops + attention)
 
 

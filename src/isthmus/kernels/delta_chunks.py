@@ -41,7 +41,7 @@ from isthmus.kernels.views import VECTOR_BYTES, stride
 BLOCK = 64
 """Tokens of a block."""
 
-LEVELS = tl.constexpr(6)
+LEVELS = tl.constexpr(BLOCK.bit_length() - 1)
 """How often a block is halved until a token is left."""
 
 LEAST = tl.constexpr(-40.0)
