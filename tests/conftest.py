@@ -53,6 +53,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma 3 with a window of 8 tokens, as a file."""
+    from tests.model.tiny_gguf import tiny_model, write_gguf  # noqa: PLC0415 - few tests need it
+
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_gguf(path, "gemma3", tiny_model("gemma3"))
+    return path
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is converted is kept as long as the tests run, not in the user's cache."""
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 _INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
 
 

@@ -218,8 +218,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+def _own_cache(own_cache: None) -> None:
+    pass
 
 
 def chat(lines: str, monkeypatch: pytest.MonkeyPatch, *args: object) -> int:

@@ -12,22 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.command import refusal, run
-from tests.model.tiny_gguf import tiny_model, write_gguf
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 WORDS = " ".join(f"w{i}" for i in range(5))
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Gemma 3 with a window of 8 tokens, as a file."""
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_gguf(path, "gemma3", tiny_model("gemma3"))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 SMALL = ("--dtype", "float32", "--pool-bytes", "1m", "--page-size", "4")
