@@ -19,10 +19,10 @@ GPUS = {
 }
 """By compute capability: what a program may have. (8.6 and 12.0 have as much as 8.9.)"""
 
-AT_ONCE = {"choice", "experts", "linear", "sorting"}
+AT_ONCE = {"choice", "experts", "sorting"}
 """What waits before it does anything."""
 
-EARLY = AT_ONCE | {"convolution", "decode", "delta", "duality", "recurrence", "scan", "write"}
+EARLY = AT_ONCE | {"convolution", "decode", "delta", "duality", "linear", "recurrence", "scan", "write"}
 """What begins before the kernel before it has ended, where the GPU can."""
 
 Builders = dict[str, subprocess.Popen[str]]

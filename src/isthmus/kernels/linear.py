@@ -5,7 +5,8 @@ once, for all rows of the input. Where that would be too few programs, each take
 up in their order by whoever finishes last, so a result does not depend on who that is.
 
 A library's product is as fast for more rows. For few, a good deal of its time is the start: the kernel waits for the
-one before it to end, asks for its first weights then, and often launches a second to add up.
+one before it to end, asks for its first weights then, and often launches a second to add up. Here a program asks for its
+first weights before it waits, where all programs run at once: none of them is kept from running by those of others.
 """
 # ruff: noqa: N803 - compile-time constants of kernels are in capitals
 # mypy: disallow-untyped-decorators=False
@@ -32,6 +33,8 @@ TILES = 1 << 16
 
 _LEAST_INPUTS = 256  # of a part
 
+_AT_ONCE = 2  # programs that a multiprocessor has room for, with what they have ahead
+
 
 class Config(NamedTuple):
     """How `linear` is built."""
@@ -41,17 +44,18 @@ class Config(NamedTuple):
     block_k: int  # inputs at a time
     num_warps: int
     num_stages: int
+    ahead: int  # blocks of inputs whose weights are had before the kernel waits, if all its programs run at once
 
 
 def config_of(rows: int, itemsize: int) -> Config | None:
-    """The build for so many rows, or None where a library is as fast: of some twenty on an H200 (docs/gpu.md)."""
-    return Config(16, 64, 128, 4, 4) if itemsize == 2 and rows <= MOST_ROWS else None
+    """The build for so many rows, or None where a library is as fast: of some forty on an H200 (docs/gpu.md)."""
+    return Config(16, 64, 128, 4, 3, 2) if itemsize == 2 and rows <= MOST_ROWS else None
 
 
 def parts_of(outputs: int, inputs: int, config: Config, programs: int) -> int:
-    """Into how many parts the inputs are cut, to give every one of so many multiprocessors a program and a few two."""
+    """Into how many parts the inputs are cut, so that programs are as many as run at once on so many multiprocessors."""
     tiles = triton.cdiv(outputs, config.block_n)
-    most = max(1, programs * 5 // 4 // tiles)
+    most = max(1, _AT_ONCE * programs // tiles)
     blocks = triton.cdiv(inputs, config.block_k)
     each = max(triton.cdiv(blocks, most), min(blocks, triton.cdiv(_LEAST_INPUTS, config.block_k)))
     return int(triton.cdiv(blocks, each))
@@ -74,6 +78,7 @@ def _few_rows_linear_kernel(
     CUT: tl.constexpr,
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -91,17 +96,19 @@ def _few_rows_linear_kernel(
     p_inputs = p_x + o_row.to(tl.int64)[:, None] * x_row
     # The weight is the product's left side: it has more rows, which suits the matrix units better.
     b_out = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    b_ahead = ()
+    for i_ahead in tl.static_range(AHEAD):
+        b_ahead += (_block(p_weights, begin + i_ahead * BLOCK_K + o_in, there, end, EVEN),)
     wait_for_previous(DEPENDENT)
-    for start in tl.range(begin, end, BLOCK_K):
-        o_at = (start + o_in)[None, :]
-        if EVEN:
-            b_weight = tl.load(p_weights + o_at, mask=there[:, None], other=0.0)
-            b_x = tl.load(p_inputs + o_at, mask=live[:, None], other=0.0)
-        else:
-            known = o_at < end
-            b_weight = tl.load(p_weights + o_at, mask=there[:, None] & known, other=0.0)
-            b_x = tl.load(p_inputs + o_at, mask=live[:, None] & known, other=0.0)
+    b_known = ()
+    for i_ahead in tl.static_range(AHEAD):
+        b_known += (_block(p_inputs, begin + i_ahead * BLOCK_K + o_in, live, end, EVEN),)
+    for start in tl.range(begin + AHEAD * BLOCK_K, end, BLOCK_K):
+        b_weight = _block(p_weights, start + o_in, there, end, EVEN)
+        b_x = _block(p_inputs, start + o_in, live, end, EVEN)
         b_out = tl.dot(b_weight, tl.trans(b_x), b_out)
+    for i_ahead in tl.static_range(AHEAD):
+        b_out = tl.dot(b_ahead[i_ahead], tl.trans(b_known[i_ahead]), b_out)
     b_out = tl.trans(b_out)
     at = o_row.to(tl.int64)[:, None] * outputs + o_out[None, :]
     inside = live[:, None] & there[None, :]
@@ -117,6 +124,15 @@ def _few_rows_linear_kernel(
             _store(p_bias, p_out + at, b_out, o_out, there, inside, BIAS)
     else:
         _store(p_bias, p_out + at, b_out, o_out, there, inside, BIAS)
+
+
+@triton.jit
+def _block(
+    p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, end: tl.tensor, EVEN: tl.constexpr
+) -> tl.tensor:
+    """These inputs of rows that begin at `p_rows` `[rows, 1]`, where they are `there` and inputs before `end`."""
+    mask = there[:, None] if EVEN else there[:, None] & (o_at < end)[None, :]
+    return tl.load(p_rows + o_at[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -147,8 +163,8 @@ def linear(
     contiguous; bias `[outputs]` -> `[rows, outputs]`.
 
     `counters` int32 `[TILES]`, 0 between launches: launches of one stream share them. Nothing is read by the host, so
-    it can be captured in a CUDA graph. `programs` are how many run at once, if not as many as
-    the GPU has multiprocessors.
+    it can be captured in a CUDA graph. `programs` stands for the number of multiprocessors,
+    if not that of the GPU.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     assert weight.is_contiguous(), "a weight's rows lie one behind the other"
@@ -159,7 +175,9 @@ def linear(
         return out
     tiles = triton.cdiv(outputs, config.block_n)
     assert tiles <= len(counters), "more tiles than counters"
-    parts = parts_of(outputs, inputs, config, programs or cores(x.device))
+    there = programs or cores(x.device)
+    parts = parts_of(outputs, inputs, config, there)
+    blocks = triton.cdiv(triton.cdiv(inputs, config.block_k), parts)
     partial = x.new_empty((parts, rows, outputs), dtype=torch.float32) if parts > 1 else None
     _few_rows_linear_kernel[(tiles * parts,)](
         x,
@@ -176,6 +194,7 @@ def linear(
         BIAS=bias is not None,
         CUT=parts > 1,
         EVEN=inputs % (config.block_k * parts) == 0,
+        AHEAD=min(config.ahead, blocks) if tiles * parts <= _AT_ONCE * there else 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
