@@ -18,6 +18,7 @@ from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
@@ -33,8 +34,8 @@ from isthmus.model.top_k import decompositions
 _ROW = 8192
 """Numbers of a row that a program holds while it reduces and uses them."""
 
-_CODE = "isthmus 2"
-"""Names what is generated here in the cache of compiled layers: to be changed with `Choices`, `_always_waiting` or
+_CODE = "isthmus 3"
+"""Names what is generated here in the cache of compiled layers: to be changed with `Choices`, `_early_and_waiting` or
 `isthmus.model.top_k`."""
 
 _VARIANTS = 64  # of one layer class, before torch gives up on compiling it (it must not: fullgraph raises)
@@ -112,32 +113,44 @@ def options() -> Iterator[None]:
         V.set_choices_handler(Choices()),
         inductor.patch(values),
         torch.compiler.config.patch(cache_key_tag=_CODE),  # type: ignore[attr-defined]
-        _always_waiting(),
+        _early_and_waiting(),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _always_waiting() -> Iterator[None]:
-    """Kernels of Inductor wait before they touch memory for the first time, each of them.
+def _early_and_waiting() -> Iterator[None]:
+    """Kernels of Inductor let the next one begin, and then wait before they touch memory for the first time, each of
+    them.
 
     Inductor leaves the wait out where the kernel before has written nothing by the name of what is read. But that one
-    may not have waited either, as one that only writes does not, and buffers share memory under several names.
+    may not have waited either, as one that only writes does not, and buffers share memory under several names. It lets
+    the next kernel begin only behind its last load, when there is nothing left that the next could have done meanwhile.
     """
-    unpatched = TritonKernel._handle_pdl_before_access
+    before_access, filtered = TritonKernel._handle_pdl_before_access, TritonKernel._filter_pdl
 
     def wait(kernel: TritonKernel, *args: Any, **given: Any) -> Any:
         scheduler = V.graph.scheduler
         if scheduler is None:  # a template is lowered
-            return unpatched(kernel, *args, **given)
+            return before_access(kernel, *args, **given)
         previous, scheduler.previous_node = scheduler.previous_node, None  # as if nothing were known of it
         try:
-            return unpatched(kernel, *args, **given)  # type: ignore[no-untyped-call]
+            return before_access(kernel, *args, **given)  # type: ignore[no-untyped-call]
         finally:
             scheduler.previous_node = previous
 
+    def let_next(kernel: TritonKernel, code: IndentedBuffer) -> None:
+        filtered(kernel, code)  # leaves one wait
+        lines = [line for line in code._lines if not (isinstance(line, str) and kernel.GDC_LAUNCH in line)]
+        waits = [i for i, line in enumerate(lines) if isinstance(line, str) and kernel.GDC_WAIT in line]
+        for i in waits:
+            lines.insert(i, str(lines[i]).replace(kernel.GDC_WAIT, kernel.GDC_LAUNCH))
+        code._lines = lines
+
     TritonKernel._handle_pdl_before_access = wait  # type: ignore[assignment,method-assign]
+    TritonKernel._filter_pdl = let_next  # type: ignore[method-assign]
     try:
         yield
     finally:
-        TritonKernel._handle_pdl_before_access = unpatched  # type: ignore[method-assign]
+        TritonKernel._handle_pdl_before_access = before_access  # type: ignore[method-assign]
+        TritonKernel._filter_pdl = filtered  # type: ignore[method-assign]
