@@ -1,5 +1,5 @@
-"""What Inductor makes of layers for a GPU: kernels let the next begin, and wait before they touch memory, and rows are read
-once. Their code is looked at for a GPU that need not be here, and run on one that is."""
+"""What Inductor makes of layers for a GPU: kernels let the next begin and wait before they touch memory, and rows
+are read once. Their code is looked at for a GPU that need not be here, and run on one that is."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from isthmus.kernels.arrive import arrive_last
 from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
 from isthmus.kernels.attention_softmax import add_block, look_up, relative_scores, scores, widen
-from isthmus.kernels.dependent import bring_near, let_next, wait_for_previous
+from isthmus.kernels.dependent import let_next, wait_for_previous
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
@@ -113,15 +113,6 @@ def _first_pages(
     return look_up(p_pages, first // BLOCK_N * BLOCK_N, first, end, PAGE_SIZE, BLOCK_N)
 
 
-@triton.jit
-def _bring_rows(p_rows: tl.tensor, DIM: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Bring rows of DIM numbers near, those that begin here. BLOCK: DIM or more, a power of two."""
-    line: tl.constexpr = 1024 // p_rows.dtype.element_ty.primitive_bitwidth  # numbers of 128 bytes
-    lines: tl.constexpr = (BLOCK + line - 1) // line
-    o_line = tl.minimum(tl.arange(0, lines) * line, DIM - 1)
-    bring_near(p_rows[:, None] + o_line[None, :])
-
-
 @triton.jit(
     do_not_specialize=["p_table", "p_items", "p_bounds", "p_sinks", "p_relative", "table_stride", "page_vectors"]
 )
@@ -185,15 +176,6 @@ def decode_kernel(
     begin, stop = tl.load(p_own), tl.load(p_own + 1)
     token, sequence, first, end, base, index, parts, last = _item(p_items, begin, stop)
     b_page = _first_pages(p_table + sequence * table_stride, first, end, PAGE_SIZE, BLOCK_N)
-    if DEPENDENT:
-        # All rows but that of the token itself were written steps ago, and that one is read again behind the wait.
-        o_token = first // BLOCK_N * BLOCK_N + tl.arange(0, BLOCK_N)
-        seen = (o_token >= first) & (o_token < end)
-        page = b_page.to(tl.int64) * page_vectors * VECTOR
-        b_place = o_token % PAGE_SIZE * KV_HEADS + i_head // TILES
-        _bring_rows(p_key + tl.where(seen, page + b_place * K_DIM, 0), K_DIM - TAIL, BLOCK_K)
-        if not SHARED:
-            _bring_rows(p_value + tl.where(seen, page + b_place * V_DIM, 0), V_DIM, BLOCK_V)
     wait_for_previous(DEPENDENT)
     for work in tl.range(begin, stop):
         # The next item is asked for while this one is worked on.

@@ -47,11 +47,3 @@ def wait_for_previous(DEPENDENT: tl.constexpr) -> None:
     """Until all kernels before this one have ended and what they wrote can be read."""
     if DEPENDENT:
         gdc_wait()
-
-
-@triton.jit
-def bring_near(p_lines: tl.tensor) -> None:
-    """Have the L2 fetch the cache lines at these addresses, all of which can be read; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -5,8 +5,8 @@ once, for all rows of the input. Where that would be too few programs, each take
 up in their order by whoever finishes last, so a result does not depend on who that is.
 
 A library's product is as fast for more rows. For few, a good deal of its time is the start: the kernel waits for the
-one before it to end, asks for its first weights then, and often launches a second to add up. Here a program asks for its
-first weights before it waits, where all programs run at once: none of them is kept from running by those of others.
+one before it to end, asks for its first weights then, and often launches a second to add up. Here a program has its
+first weights before it waits, if all programs run at once: where they take turns, what they hold lets fewer run.
 """
 # ruff: noqa: N803 - compile-time constants of kernels are in capitals
 # mypy: disallow-untyped-decorators=False
@@ -53,7 +53,7 @@ def config_of(rows: int, itemsize: int) -> Config | None:
 
 
 def parts_of(outputs: int, inputs: int, config: Config, programs: int) -> int:
-    """Into how many parts the inputs are cut, so that programs are as many as run at once on so many multiprocessors."""
+    """Into how many parts the inputs are cut: as many programs as run at once on so many multiprocessors, not more."""
     tiles = triton.cdiv(outputs, config.block_n)
     most = max(1, _AT_ONCE * programs // tiles)
     blocks = triton.cdiv(inputs, config.block_k)
@@ -98,11 +98,11 @@ def _few_rows_linear_kernel(
     b_out = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     b_ahead = ()
     for i_ahead in tl.static_range(AHEAD):
-        b_ahead += (_block(p_weights, begin + i_ahead * BLOCK_K + o_in, there, end, EVEN),)
+        b_ahead += (_block(p_weights, begin + i_ahead * BLOCK_K + o_in, there, end, EVEN),)  # type: ignore[assignment]
     wait_for_previous(DEPENDENT)
     b_known = ()
     for i_ahead in tl.static_range(AHEAD):
-        b_known += (_block(p_inputs, begin + i_ahead * BLOCK_K + o_in, live, end, EVEN),)
+        b_known += (_block(p_inputs, begin + i_ahead * BLOCK_K + o_in, live, end, EVEN),)  # type: ignore[assignment]
     for start in tl.range(begin + AHEAD * BLOCK_K, end, BLOCK_K):
         b_weight = _block(p_weights, start + o_in, there, end, EVEN)
         b_x = _block(p_inputs, start + o_in, live, end, EVEN)
@@ -127,9 +127,7 @@ def _few_rows_linear_kernel(
 
 
 @triton.jit
-def _block(
-    p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, end: tl.tensor, EVEN: tl.constexpr
-) -> tl.tensor:
+def _block(p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, end: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
     """These inputs of rows that begin at `p_rows` `[rows, 1]`, where they are `there` and inputs before `end`."""
     mask = there[:, None] if EVEN else there[:, None] & (o_at < end)[None, :]
     return tl.load(p_rows + o_at[None, :], mask=mask, other=0.0)

@@ -148,7 +148,7 @@ def _early_and_waiting() -> Iterator[None]:
         code._lines = lines
 
     TritonKernel._handle_pdl_before_access = wait  # type: ignore[assignment,method-assign]
-    TritonKernel._filter_pdl = let_next  # type: ignore[method-assign]
+    TritonKernel._filter_pdl = let_next  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
