@@ -149,13 +149,13 @@ def experts(pairs: int, transposed: bool) -> Callable[[], object]:
     return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed, early=True)
 
 
-def few_rows() -> object:
-    """A linear layer of few rows."""
+def few_rows(programs: int) -> Callable[[], object]:
+    """A linear layer of few rows: eight tiles of outputs."""
     counters = torch.zeros(64, dtype=torch.int32)
     x, weight = torch.empty(4, 1024, dtype=BF16), torch.empty(512, 1024, dtype=BF16)
     built = config_of(4, 2)
     assert built is not None
-    return linear(x, weight, None, counters, built, programs=132)
+    return lambda: linear(x, weight, None, counters, built, programs=programs)
 
 
 def mamba(n_dim: int) -> Callable[[], object]:
@@ -234,7 +234,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
     yield "choice of experts", lambda: top_k(torch.empty(64, 128, dtype=FP32), 8, early=True)
     yield "sorting of pairs", sorting
-    yield "linear of few rows", few_rows
+    yield "linear of few rows", few_rows(132)
+    yield "linear of many tiles", few_rows(1)
     yield from states()
     for n_dim in (128, 256):
         yield f"Mamba-2 {n_dim}", mamba(n_dim)

@@ -22,6 +22,9 @@ GPUS = {
 AT_ONCE = {"choice", "experts", "sorting"}
 """What waits before it does anything."""
 
+READS = {"linear of few rows": 2 * 64 * 128 // 8 // 128, "linear of many tiles": 0}
+"""What a thread of 128 has before it waits, by 8 numbers: two blocks of weights, if all programs run at once."""
+
 EARLY = AT_ONCE | {"convolution", "decode", "delta", "duality", "linear", "recurrence", "scan", "write"}
 """What begins before the kernel before it has ended, where the GPU can."""
 
@@ -64,6 +67,8 @@ def test_builds_are_such_as_can_run(capability: str, builders: Builders) -> None
     assert [tile for tile in tiles if tile[2] < 128] == []
     early = {name: touches for name, (_, touches, _) in built.items() if touches is not None}
     assert {name.split()[0] for name in early} == (EARLY if capability == "90" else set())
+    for name, reads in READS.items() if early else ():
+        assert early[name] == ["ld.global"] * reads, f"{name}: weights come early, and nothing else"
     for name, touches in early.items():
         allowed = set() if name.split()[0] in AT_ONCE else {"ld.global"}
         assert set(touches) <= allowed, f"{name}: what others write is read late"

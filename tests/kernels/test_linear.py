@@ -9,8 +9,8 @@ from torch import Tensor
 from isthmus.kernels.linear import MOST_ROWS, TILES, Config, config_of, linear, parts_of
 
 SMALL = Config(16, 16, 32, 4, 3, 2)
-SHAPES = [(16, 32), (70, 96), (33, 160), (1, 8), (200, 1000)]
-"""(outputs, inputs): whole blocks, and not; fewer than a block."""
+SHAPES = [(16, 32), (70, 96), (33, 160), (1, 8), (200, 1000), (33, 2080)]
+"""(outputs, inputs): whole blocks, and not; fewer than a block; a last part of fewer blocks than come ahead."""
 
 
 def counters(device: str) -> Tensor:

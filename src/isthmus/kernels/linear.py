@@ -33,7 +33,7 @@ TILES = 1 << 16
 
 _LEAST_INPUTS = 256  # of a part
 
-_AT_ONCE = 2  # programs that a multiprocessor has room for, with what they have ahead
+_AT_ONCE = 2  # programs that a multiprocessor of an H200 has room for, with what they have ahead
 
 
 class Config(NamedTuple):
@@ -53,7 +53,8 @@ def config_of(rows: int, itemsize: int) -> Config | None:
 
 
 def parts_of(outputs: int, inputs: int, config: Config, programs: int) -> int:
-    """Into how many parts the inputs are cut: as many programs as run at once on so many multiprocessors, not more."""
+    """Into how many parts the inputs are cut: at most so many that all run at once on `programs` multiprocessors, and
+    one where the tiles of outputs alone are more."""
     tiles = triton.cdiv(outputs, config.block_n)
     most = max(1, _AT_ONCE * programs // tiles)
     blocks = triton.cdiv(inputs, config.block_k)
@@ -128,7 +129,7 @@ def _few_rows_linear_kernel(
 
 @triton.jit
 def _block(p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, end: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """These inputs of rows that begin at `p_rows` `[rows, 1]`, where they are `there` and inputs before `end`."""
+    """These inputs of rows that begin at `p_rows` `[rows, 1]`; 0 for rows not `there` and inputs not before `end`."""
     mask = there[:, None] if EVEN else there[:, None] & (o_at < end)[None, :]
     return tl.load(p_rows + o_at[None, :], mask=mask, other=0.0)
 
@@ -158,7 +159,7 @@ def linear(
     programs: int | None = None,
 ) -> Tensor:
     """x `[rows, inputs]` with unit last stride, at most `config.block_m` rows of them; weight `[outputs, inputs]`,
-    contiguous; bias `[outputs]` -> `[rows, outputs]`.
+    contiguous; bias `[outputs]` -> `[rows, outputs]`. The weight is read early: no kernel of the forward may write it.
 
     `counters` int32 `[TILES]`, 0 between launches: launches of one stream share them. Nothing is read by the host, so
     it can be captured in a CUDA graph. `programs` stands for the number of multiprocessors,
@@ -173,8 +174,8 @@ def linear(
         return out
     tiles = triton.cdiv(outputs, config.block_n)
     assert tiles <= len(counters), "more tiles than counters"
-    there = programs or cores(x.device)
-    parts = parts_of(outputs, inputs, config, there)
+    multiprocessors = programs or cores(x.device)
+    parts = parts_of(outputs, inputs, config, multiprocessors)
     blocks = triton.cdiv(triton.cdiv(inputs, config.block_k), parts)
     partial = x.new_empty((parts, rows, outputs), dtype=torch.float32) if parts > 1 else None
     _few_rows_linear_kernel[(tiles * parts,)](
@@ -192,7 +193,7 @@ def linear(
         BIAS=bias is not None,
         CUT=parts > 1,
         EVEN=inputs % (config.block_k * parts) == 0,
-        AHEAD=min(config.ahead, blocks) if tiles * parts <= _AT_ONCE * there else 0,
+        AHEAD=min(config.ahead, blocks) if tiles * parts <= _AT_ONCE * multiprocessors else 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -143,6 +143,7 @@ def _early_and_waiting() -> Iterator[None]:
         filtered(kernel, code)  # leaves one wait
         lines = [line for line in code._lines if not (isinstance(line, str) and kernel.GDC_LAUNCH in line)]
         waits = [i for i, line in enumerate(lines) if isinstance(line, str) and kernel.GDC_WAIT in line]
+        assert len(waits) <= 1, "Inductor leaves several waits in a kernel"
         for i in waits:
             lines.insert(i, str(lines[i]).replace(kernel.GDC_WAIT, kernel.GDC_LAUNCH))
         code._lines = lines
