@@ -149,13 +149,13 @@ def experts(pairs: int, transposed: bool) -> Callable[[], object]:
     return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed, early=True)
 
 
-def few_rows(programs: int) -> Callable[[], object]:
+def few_rows(multiprocessors: int) -> Callable[[], object]:
     """A linear layer of few rows: eight tiles of outputs."""
     counters = torch.zeros(64, dtype=torch.int32)
     x, weight = torch.empty(4, 1024, dtype=BF16), torch.empty(512, 1024, dtype=BF16)
     built = config_of(4, 2)
     assert built is not None
-    return lambda: linear(x, weight, None, counters, built, programs=programs)
+    return lambda: linear(x, weight, None, counters, built, multiprocessors=multiprocessors)
 
 
 def mamba(n_dim: int) -> Callable[[], object]:

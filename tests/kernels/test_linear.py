@@ -35,7 +35,7 @@ def test_products(device: str, outputs: int, inputs: int, rows: int, bias: bool,
         x, weight = rows_of(rows, inputs, device, dtype), torch.randn(outputs, inputs, device=device).to(dtype)
         offset = torch.randn(outputs, device=device).to(dtype) if bias else None
         used = counters(device)
-        found = [linear(x, weight, offset, used, SMALL, programs=cores) for _ in range(2)]
+        found = [linear(x, weight, offset, used, SMALL, multiprocessors=cores) for _ in range(2)]
         expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
         scale = expected.abs().max()
         assert found[0].dtype is dtype

@@ -52,11 +52,11 @@ def config_of(rows: int, itemsize: int) -> Config | None:
     return Config(16, 64, 128, 4, 3, 2) if itemsize == 2 and rows <= MOST_ROWS else None
 
 
-def parts_of(outputs: int, inputs: int, config: Config, programs: int) -> int:
-    """Into how many parts the inputs are cut: at most so many that all run at once on `programs` multiprocessors, and
-    one where the tiles of outputs alone are more."""
+def parts_of(outputs: int, inputs: int, config: Config, multiprocessors: int) -> int:
+    """Into how many parts the inputs are cut: at most so many that all programs run at once, and one where the tiles of
+    outputs alone are more."""
     tiles = triton.cdiv(outputs, config.block_n)
-    most = max(1, _AT_ONCE * programs // tiles)
+    most = max(1, _AT_ONCE * multiprocessors // tiles)
     blocks = triton.cdiv(inputs, config.block_k)
     each = max(triton.cdiv(blocks, most), min(blocks, triton.cdiv(_LEAST_INPUTS, config.block_k)))
     return int(triton.cdiv(blocks, each))
@@ -156,14 +156,13 @@ def linear(
     counters: Tensor,
     config: Config,
     *,
-    programs: int | None = None,
+    multiprocessors: int | None = None,
 ) -> Tensor:
     """x `[rows, inputs]` with unit last stride, at most `config.block_m` rows of them; weight `[outputs, inputs]`,
     contiguous; bias `[outputs]` -> `[rows, outputs]`. The weight is read early: no kernel of the forward may write it.
 
     `counters` int32 `[TILES]`, 0 between launches: launches of one stream share them. Nothing is read by the host, so
-    it can be captured in a CUDA graph. `programs` stands for the number of multiprocessors,
-    if not that of the GPU.
+    it can be captured in a CUDA graph. `multiprocessors`: those of x's GPU, if not given.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     assert weight.is_contiguous(), "a weight's rows lie one behind the other"
@@ -174,7 +173,8 @@ def linear(
         return out
     tiles = triton.cdiv(outputs, config.block_n)
     assert tiles <= len(counters), "more tiles than counters"
-    multiprocessors = programs or cores(x.device)
+    if multiprocessors is None:
+        multiprocessors = cores(x.device)
     parts = parts_of(outputs, inputs, config, multiprocessors)
     blocks = triton.cdiv(triton.cdiv(inputs, config.block_k), parts)
     partial = x.new_empty((parts, rows, outputs), dtype=torch.float32) if parts > 1 else None
