@@ -86,10 +86,10 @@ def _binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
 def _convert_float(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
     """Triton 3.6 rounds towards zero to bfloat16; to fp8 it drops the carry of a rounded significand (0.49 becomes
     0.25), and cuts subnormal numbers off; back from fp8 it makes numbers of NaN."""
-    if wanted == tl.float32 and given in _ROUNDED:
+    if wanted in (tl.float32, tl.float16) and given in _ROUNDED:
         dtype, kept = _ROUNDED[given]
         bits = np.ascontiguousarray(data).view(torch.empty(0, dtype=kept).numpy().dtype)
-        return torch.from_numpy(bits).view(dtype).float().numpy()
+        return torch.from_numpy(bits).view(dtype).to(getattr(torch, wanted.name.replace("fp", "float"))).numpy()
     if given != tl.float32 or wanted not in _ROUNDED:
         return _convert(data, given, wanted, rounding)
     dtype, kept = _ROUNDED[wanted]

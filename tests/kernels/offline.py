@@ -40,6 +40,7 @@ NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.uint16: "u16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",

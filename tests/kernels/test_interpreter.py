@@ -41,6 +41,13 @@ def test_numbers_are_rounded_and_widened_as_torch_does(dtype: torch.dtype) -> No
     torch.testing.assert_close(wide, numbers.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    every, half = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype), torch.empty(256, dtype=torch.half)
+    _through[(1,)](every, half, DTYPE=tl.float16, N=256)
+    torch.testing.assert_close(half, every.half(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_whole_numbers_are_no_bits() -> None:
     given, found = torch.tensor([0, 1, -3, 77] * 4, dtype=torch.int32), torch.empty(16, dtype=torch.int32)
     _through[(1,)](given, found, DTYPE=tl.bfloat16, N=16)

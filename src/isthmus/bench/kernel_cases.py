@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isthmus.bench.attention_cases import Case, Decode, Prefill, launches
@@ -16,6 +18,7 @@ GEMMA_4B = Heads("gemma-3-4b", 4, 2, 256, 5)
 LLAMA = Heads("llama-like", 8, 4, 128, 8)
 WIDE = Heads("dim 512", 1, 8, 512, 5)
 MODELS = (GEMMA_1B, GEMMA_4B, LLAMA, WIDE)
+FP8 = tuple(replace(heads, name=f"{heads.name}, fp8", rows=torch.float8_e4m3fn) for heads in MODELS)
 WINDOWS_4B = Heads("gemma-3-4b windows", 4, 2, 256, 29)  # the other group of the model: large pages
 
 _WINDOW = 512
@@ -62,10 +65,21 @@ def layout_cases(page_sizes: Sequence[int]) -> list[Case]:
     return found
 
 
+def fp8_cases(page_sizes: Sequence[int]) -> list[Case]:
+    """The same over pages of fp8: decodes, and chunks behind cached tokens."""
+    decodes = [
+        Decode(heads, sequences, cached, window, page_sizes[0])
+        for heads in FP8
+        for sequences, cached, window in _TRAFFIC
+    ]
+    return decodes + [Prefill(heads, *_CHUNKS[-1], None, page_sizes[0]) for heads in FP8]
+
+
 CASES: Mapping[str, Callable[[Sequence[int]], list[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
     "layouts": layout_cases,
+    "fp8": fp8_cases,
 }
 
 SWEEP: Mapping[str, list[Case]] = {
@@ -73,6 +87,7 @@ SWEEP: Mapping[str, list[Case]] = {
     "prefill": [
         Prefill(heads, n, chunk, past) for heads in MODELS for n, chunk, past in ((4, 2048, 0), (4, 2048, 6144))
     ],
+    "fp8": [Decode(heads, n, cached, window) for heads in FP8 for n, cached, window in _TRAFFIC[:4]],
 }
 
 

@@ -2,6 +2,7 @@
 
 decode      K and V bytes, each read once, over the time of a launch
 prefill     operations of the two products over pairs that are not masked, over the time of a launch
+fp8         decodes, and chunks behind cached tokens, over pages of fp8
 pages       write_kv and copy_pages in bytes read and written; translate and scatter in microseconds
 experts     pairs sorted and both products: bytes of the weights that are read, operations; torch's grouped products
             over rows gathered before (their gathering counts, their sorting does not)
@@ -32,7 +33,8 @@ _COMPILE_SECONDS = 120.0
 _SWEEP_SECONDS = 400.0
 
 Row = dict[str, Any]
-SECTIONS = ("decode", "prefill", "pages", "experts", "layouts")
+SECTIONS = ("decode", "prefill", "fp8", "pages", "experts", "layouts")
+SWEPT = ("decode", "prefill", "fp8")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -41,8 +43,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = [name for name in wanted if name not in SECTIONS]
     if unknown:
         raise ConfigError(f"--only {unknown[0]}: no such section, there are {', '.join(SECTIONS)}")
-    if args.sweep and not {"decode", "prefill"} & set(wanted):
-        raise ConfigError("--sweep is for the sections decode and prefill: name one of them in --only, or leave it out")
+    if args.sweep and not set(SWEPT) & set(wanted):
+        raise ConfigError(
+            f"--sweep is for the sections {', '.join(SWEPT)}: name one of them in --only, or leave it out"
+        )
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels measures a GPU, and torch sees none here: run it on a machine with one")
     from isthmus.bench.bandwidth import copy_bandwidth, matmul_flops  # noqa: PLC0415
@@ -76,7 +80,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
     for name in SECTIONS:
         if name in result:
             yield from ("", name, *_table(result[name]))
-    for name in ("sweep decode", "sweep prefill"):
+    for name in (f"sweep {section}" for section in SWEPT):
         if name in result:
             from isthmus.bench.sweep import sweep_lines  # noqa: PLC0415
 

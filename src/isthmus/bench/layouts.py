@@ -35,6 +35,7 @@ class Heads:
     group: int  # query heads per KV head
     dim: int
     layers: int  # in a page
+    rows: torch.dtype = DTYPE  # of K and V as pages hold them
 
     @property
     def heads(self) -> int:
@@ -44,7 +45,7 @@ class Heads:
     @property
     def row_bytes(self) -> int:
         """K and V of a token in one layer."""
-        return 2 * self.kv_heads * self.dim * ITEMSIZE
+        return 2 * self.kv_heads * self.dim * self.rows.itemsize
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def place(
         raise ValueError(f"{pages:,} pages of {page_size} tokens do not fit an arena of {arena.numel():,} bytes")
     table = np.zeros(wanted.shape, np.int32)
     table[wanted] = 1 + np.random.default_rng(0).permutation(pages - 1)
-    flat = arena[: pages * page_size * heads.row_bytes * layers].view(DTYPE)
+    flat = arena[: pages * page_size * heads.row_bytes * layers].view(heads.rows)
     views, page_tokens = _views(flat, heads, layout, page_size, pages, layers)
     return Placed(views, table if page_tokens is None else _by_token(table, page_size, page_tokens))
 

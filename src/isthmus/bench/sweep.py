@@ -76,7 +76,7 @@ def _tries(case: Case) -> Iterator[Case]:
 
 
 def _decode_configs(heads: Heads) -> Iterator[DecodeConfig]:
-    row = 2 * next_power_of_2(heads.dim) * ITEMSIZE
+    row = 2 * next_power_of_2(heads.dim) * heads.rows.itemsize
     for block_n, warps, stages in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5)):
         if block_n * row * (stages - 1) <= _SHARED_BYTES and block_n * 16 >= warps * 64:
             yield DecodeConfig(block_n, warps, stages)

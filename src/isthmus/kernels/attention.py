@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from isthmus.kernels.attention_decode import decode_kernel
@@ -111,6 +112,9 @@ class Workspace:
         return rows * v_dim <= self.rows.numel() and rows <= self.counters.numel()
 
 
+FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+"""What Triton calls them."""
+
 _ACCUMULATED = 16384
 """Numbers of a program's outputs in fp32, at most: 64 registers of each of 256 threads."""
 
@@ -143,10 +147,8 @@ def decode_config(k_dim: int, v_dim: int, itemsize: int, *, shared: bool = False
         return DecodeConfig(min(64, block_n), 8, 3)
     row_bytes = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
     block_n = min(128, max(16, 1 << ((32768 // row_bytes).bit_length() - 1)))
-    # Rows that must be widened need the registers of more warps.
-    num_warps = 8 if itemsize == 1 and k_dim + v_dim > 256 else 4
     stages = 3 if tight or k_dim + v_dim >= 512 else 4  # measured for 256 + 256 alone
-    return DecodeConfig(block_n, num_warps, 1 if tight and itemsize > 2 else stages)
+    return DecodeConfig(block_n, 4, 1 if tight and itemsize > 2 else stages)
 
 
 def prefill_config(k_dim: int, v_dim: int, itemsize: int, row_itemsize: int | None = None) -> PrefillConfig:
@@ -236,6 +238,11 @@ def decode_attention(
     )
     relative = _Relative.of(how, query)
     tail = pages.k_dim - pages.v_dim if pages.shared else 0
+    fp8, each = FP8.get(key_pages.dtype), 1
+    if fp8 is not None:
+        assert pages.k_dim % 2 == pages.v_dim % 2 == 0, "rows of fp8 are read two numbers at a time"
+        key_pages, value_pages, each = key_pages.view(torch.uint16), value_pages.view(torch.uint16), 2
+    k_words, v_words, tail_words = pages.k_dim // each, pages.v_dim // each, tail // each
     decode_kernel[((len(plan.bounds) - 1) * pages.kv_heads * tiles,)](
         query,
         out,
@@ -263,22 +270,23 @@ def decode_attention(
         KV_HEADS=pages.kv_heads,
         TILES=tiles,
         GROUP=group,
-        K_DIM=pages.k_dim,
-        V_DIM=pages.v_dim,
-        TAIL=tail,
+        K_DIM=k_words,
+        V_DIM=v_words,
+        TAIL=tail_words,
         PAGE_SIZE=pages.page_size,
-        VECTOR=pages.vector,
+        VECTOR=pages.vector // each,
         SHARED=pages.shared,
         SOFTCAP=how.softcap is not None,
         SINKS=how.sinks is not None,
         DISTANCES=relative.distances,
         PRECISION=_precision(query),
+        FP8=fp8,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_R=triton.next_power_of_2(group),
         BLOCK_N=block_n,
-        BLOCK_K=triton.next_power_of_2(pages.k_dim - tail),
-        BLOCK_V=triton.next_power_of_2(pages.v_dim),
-        BLOCK_T=max(16, triton.next_power_of_2(tail)),
+        BLOCK_K=triton.next_power_of_2(k_words - tail_words),
+        BLOCK_V=triton.next_power_of_2(v_words),
+        BLOCK_T=max(16, triton.next_power_of_2(tail_words)),
         num_warps=num_warps,
         num_stages=num_stages,
         **dependent_launch(early),

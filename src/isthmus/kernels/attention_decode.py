@@ -14,8 +14,12 @@ A program's rows are the query heads of one KV head, or a tile of them where the
 GROUP heads of each of UNITS = KV_HEADS * TILES. Products take BLOCK_M rows, sixteen at least; merging takes BLOCK_R.
 Where values are the first elements of the keys (SHARED) they are loaded once; the TAIL elements of a key behind them
 are a product of their own.
+
+Rows of FP8 are read as words of two numbers, and all sizes of rows are in words then: matrix units take pairs of tokens
+of a value, which shared memory hands out by 16 bits and not by 8. So there are two products of half the width, in fp16,
+which holds every number of FP8: bfloat16 is further to convert to. Queries and weights are scaled to fit it.
 """
-# ruff: noqa: N803, PLR0915 - compile-time constants of kernels are in capitals; the loop shares all its names
+# ruff: noqa: N803, PLR0912, PLR0915 - compile-time constants of kernels are in capitals; the loop shares all its names
 # mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ import triton.language as tl
 
 from isthmus.kernels.arrive import arrive_last
 from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
-from isthmus.kernels.attention_softmax import add_block, look_up, relative_scores, scores, widen
+from isthmus.kernels.attention_softmax import level, look_up, numbers, relative_scores, scores, weigh
 from isthmus.kernels.dependent import let_next, wait_for_previous
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
+
+_LIFT = tl.constexpr(32768.0)
+"""Weights are at most 1, and fp16 has more below it than above: they are multiplied by this for a product in fp16."""
 
 
 @triton.jit
@@ -153,6 +160,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     DISTANCES: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -163,10 +171,15 @@ def decode_kernel(
 ) -> None:
     let_next(DEPENDENT)
     units: tl.constexpr = KV_HEADS * TILES
+    each: tl.constexpr = 1 if FP8 is None else 2
+    given: tl.constexpr = p_query.dtype.element_ty
+    lifted: tl.constexpr = each == 2 and given != tl.float32
+    dtype: tl.constexpr = tl.float16 if lifted else given
     o_group = tl.arange(0, BLOCK_M)
     o_key = tl.arange(0, BLOCK_K)
     o_tail = tl.arange(0, BLOCK_T)
     o_value = tl.arange(0, BLOCK_V)
+    o_mean = tl.arange(0, BLOCK_V * each)
     live = o_group < GROUP
     key_inside = (o_key < K_DIM - TAIL)[None, :]
     value_inside = (o_value < V_DIM)[None, :]
@@ -182,16 +195,25 @@ def decode_kernel(
         token1, sequence1, first1, end1, base1, index1, parts1, last1 = _item(p_items, work + 1, stop)
         p_pages = p_table + sequence * table_stride
         o_head = i_head * GROUP + o_group
-        p_row = p_query + token * query_token + o_head[:, None] * query_head + o_key[None, :]
-        b_query = tl.load(p_row, mask=live[:, None] & key_inside, other=0.0)
-        if TAIL > 0:
-            p_row = p_query + token * query_token + o_head[:, None] * query_head + (K_DIM - TAIL + o_tail)[None, :]
-            b_rest = tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0)
+        p_row = p_query + token * query_token + o_head[:, None] * query_head
+        b_query, b_rest = (), ()
+        for i in tl.static_range(each):
+            p_part = p_row + (o_key * each + i)[None, :]
+            b_query += (tl.load(p_part, mask=live[:, None] & key_inside, other=0.0),)  # type: ignore[assignment]
+            if TAIL > 0:
+                p_part = p_row + ((K_DIM - TAIL + o_tail) * each + i)[None, :]
+                b_rest += (tl.load(p_part, mask=live[:, None] & tail_inside, other=0.0),)  # type: ignore[assignment]
+        b_scaling = scaling
+        if lifted:
+            b_query, b_rest, b_power = level(b_query, b_rest, dtype)
+            b_scaling = scaling * b_power[:, None]
         if DISTANCES > 0:
             p_bias = p_relative + token * relative_token + o_head[:, None] * relative_head
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
-        b_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        b_out = ()
+        for _ in tl.static_range(each):
+            b_out += (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)  # type: ignore[assignment]
         for start in tl.range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
             o_token = start + tl.arange(0, BLOCK_N)
             seen = (o_token >= first) & (o_token < end)
@@ -209,22 +231,34 @@ def decode_kernel(
             else:
                 p_block = p_value + (page + b_place * V_DIM)[:, None] + o_value[None, :]
                 b_value = tl.load(p_block, mask=seen[:, None] & value_inside, other=0.0)
-            b_score = tl.dot(b_query, tl.trans(widen(b_key, b_query.dtype)), input_precision=PRECISION)
+            b_keys = numbers(b_key, FP8, dtype)
+            b_score = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for i in tl.static_range(each):
+                b_score = tl.dot(b_query[i], tl.trans(b_keys[i]), b_score, input_precision=PRECISION)
             if TAIL > 0:
-                b_score = tl.dot(b_rest, tl.trans(widen(b_tail, b_query.dtype)), b_score, input_precision=PRECISION)
-            b_score = scores(b_score, seen[None, :], scaling, softcap, SOFTCAP)
+                b_tails = numbers(b_tail, FP8, dtype)
+                for i in tl.static_range(each):
+                    b_score = tl.dot(b_rest[i], tl.trans(b_tails[i]), b_score, input_precision=PRECISION)
+            b_score = scores(b_score, seen[None, :], b_scaling, softcap, SOFTCAP)
             if DISTANCES > 0:
                 inside = live[:, None] & seen[None, :]
                 b_score += relative_scores(p_bias, (last - o_token)[None, :], inside, DISTANCES)
-            b_max, b_sum, b_out = add_block(
-                b_score, widen(b_value, b_query.dtype), b_max, b_sum, b_out, True, PRECISION
-            )
+            b_max, b_sum, b_weight, b_decay = weigh(b_score, b_max, b_sum, True)
+            b_weight = (b_weight * _LIFT if lifted else b_weight).to(dtype)
+            b_values, b_more = numbers(b_value, FP8, dtype), ()
+            for i in tl.static_range(each):
+                b_old = b_out[i] * b_decay[:, None]
+                b_more += (tl.dot(b_weight, b_values[i], b_old, input_precision=PRECISION),)  # type: ignore[assignment]
+            b_out = b_more
+        b_mean = b_out[0] if each == 1 else tl.interleave(b_out[0], b_out[1])  # type: ignore[misc]
+        if lifted:
+            b_mean *= 1 / _LIFT
         b_page = _first_pages(p_table + sequence1 * table_stride, first1, end1, PAGE_SIZE, BLOCK_N)
         p_to = p_out + token * out_token
         if parts == 1:
-            p_mean = p_to + o_head[:, None] * out_head + o_value[None, :]
-            written = live[:, None] & value_inside
-            store_mean(p_mean, b_max, b_sum, b_out, p_sinks, o_head, live, written, v_scale, SINKS)
+            p_mean = p_to + o_head[:, None] * out_head + o_mean[None, :]
+            written = live[:, None] & (o_mean < V_DIM * each)[None, :]
+            store_mean(p_mean, b_max, b_sum, b_mean, p_sinks, o_head, live, written, v_scale, SINKS)
         else:
             _join_parts(
                 p_to,
@@ -239,16 +273,16 @@ def decode_kernel(
                 i_head,
                 b_max,
                 b_sum,
-                b_out,
+                b_mean,
                 o_group,
-                o_value,
+                o_mean,
                 v_scale,
                 units,
                 GROUP,
-                V_DIM,
+                V_DIM * each,
                 SINKS,
                 BLOCK_R,
-                BLOCK_V,
+                BLOCK_V * each,
             )
         token, sequence, first, end, base, index, parts, last = (
             token1,

@@ -13,6 +13,25 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+_E4M3 = tl.constexpr("""{
+.reg .b32 low, high;
+.reg .b16 first, second, none;
+prmt.b32 low, $2, 0, 0x4420;
+prmt.b32 high, $2, 0, 0x4431;
+mov.b32 {first, none}, low;
+mov.b32 {second, none}, high;
+cvt.rn.f16x2.e4m3x2 $0, first;
+cvt.rn.f16x2.e4m3x2 $1, second;
+}""")
+
+_E5M2 = tl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x2404;
+prmt.b32 $1, $2, 0, 0x3414;
+}""")
+"""A number of e5m2 is the upper byte of one of fp16."""
+
 
 @triton.jit
 def look_up(
@@ -47,6 +66,50 @@ def widen(b_rows: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def numbers(b_rows: tl.tensor, FP8: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """A tuple: rows of pages as DTYPE, exactly; of words of two FP8 numbers, the first of each, then the second."""
+    if FP8 is None:
+        return (widen(b_rows, DTYPE),)
+    else:
+        b_first, b_second = _halves(b_rows, FP8)
+        return (b_first.to(DTYPE), b_second.to(DTYPE))
+
+
+@triton.jit
+def _halves(b_words: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
+    if _INTERPRETED:
+        b_first = (b_words & 0xFF).to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
+        b_second = (b_words >> 8).to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
+    else:
+        # The same of two words at a time. The compiler needs twice as many instructions for it, and a GPU runs out of
+        # them before it runs out of bandwidth.
+        code: tl.constexpr = _E5M2 if tl.float8e5 == FP8 else _E4M3
+        b_first, b_second = tl.inline_asm_elementwise(
+            code, "=r,=r,r", [b_words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return b_first, b_second
+
+
+@triton.jit
+def level(b_query: tl.tensor, b_rest: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Tuples of parts `[M, K]` of queries, divided by the power of two below each row's largest number, as DTYPE; and
+    those powers `[M]`. So what fp16 cannot hold is too little to count beside what it can."""
+    b_most = tl.max(tl.abs(b_query[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, len(b_query)):
+        b_most = tl.maximum(b_most, tl.max(tl.abs(b_query[i].to(tl.float32)), 1))
+    for i in tl.static_range(len(b_rest)):
+        b_most = tl.maximum(b_most, tl.max(tl.abs(b_rest[i].to(tl.float32)), 1))
+    b_exponent = b_most.to(tl.int32, bitcast=True) & 0x7F800000
+    b_power = tl.maximum(b_exponent, 0x00800000).to(tl.float32, bitcast=True)  # at least the least normal number
+    b_levelled, b_others = (), ()
+    for i in tl.static_range(len(b_query)):
+        b_levelled += ((b_query[i].to(tl.float32) / b_power[:, None]).to(DTYPE),)  # type: ignore[assignment]
+    for i in tl.static_range(len(b_rest)):
+        b_others += ((b_rest[i].to(tl.float32) / b_power[:, None]).to(DTYPE),)  # type: ignore[assignment]
+    return b_levelled, b_others, b_power
+
+
+@triton.jit
 def scores(
     b_score: tl.tensor,
     visible: tl.tensor,
@@ -71,6 +134,20 @@ def relative_scores(p_row: tl.tensor, b_distance: tl.tensor, inside: tl.tensor, 
 
 
 @triton.jit
+def weigh(b_score: tl.tensor, b_max: tl.tensor, b_sum: tl.tensor, NEVER_EMPTY: tl.constexpr) -> tl.tensor:
+    """A block of scores `[M, N]` joins rows of (maximum, sum, weighted rows): the new maximum and sum, the weights
+    `[M, N]` of the block, and what to multiply the weighted rows by that were there.
+
+    NEVER_EMPTY promises that every row has seen a token by now; without it a row of -inf stays what it was.
+    """
+    b_new = tl.maximum(b_max, tl.max(b_score, 1))
+    b_shift = b_new if NEVER_EMPTY else tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_weight = tl.exp2(b_score - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    return b_new, b_sum * b_decay + tl.sum(b_weight, 1), b_weight, b_decay
+
+
+@triton.jit
 def add_block(
     b_score: tl.tensor,
     b_value: tl.tensor,
@@ -80,17 +157,10 @@ def add_block(
     NEVER_EMPTY: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Take a block of scores `[M, N]` and value rows `[N, V]` into a row's (maximum, sum, weighted rows).
-
-    NEVER_EMPTY promises that every row has seen a token by now; without it a row of -inf stays what it was.
-    """
-    b_new = tl.maximum(b_max, tl.max(b_score, 1))
-    b_shift = b_new if NEVER_EMPTY else tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_weight = tl.exp2(b_score - b_shift[:, None])
-    b_decay = tl.exp2(b_max - b_shift)
-    b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
+    """Take a block of scores `[M, N]` and value rows `[N, V]` into a row's (maximum, sum, weighted rows): `weigh`."""
+    b_max, b_sum, b_weight, b_decay = weigh(b_score, b_max, b_sum, NEVER_EMPTY)
     b_out = tl.dot(b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=PRECISION)
-    return b_new, b_sum, b_out
+    return b_max, b_sum, b_out
 
 
 @triton.jit

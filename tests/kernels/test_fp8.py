@@ -1,0 +1,90 @@
+"""Decodes over pages of fp8: every number of it, and queries and weights that fp16 by itself would not hold."""
+# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tests.kernels.attention_world import FP8 as SHAPE
+from tests.kernels.attention_world import World, close, decode, dense, scoring, world
+
+from isthmus.kernels.attention import FP8
+from isthmus.kernels.attention_softmax import numbers
+
+
+@triton.jit
+def _split(p_words: tl.tensor, p_to: tl.tensor, FORMAT: tl.constexpr, N: tl.constexpr) -> None:
+    o_word = tl.program_id(0) * N + tl.arange(0, N)
+    b_first, b_second = numbers(tl.load(p_words + o_word), FORMAT, p_to.dtype.element_ty)
+    tl.store(p_to + o_word * 2, b_first)
+    tl.store(p_to + o_word * 2 + 1, b_second)
+
+
+@pytest.mark.parametrize("wide", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", FP8)
+def test_every_pair_of_numbers_is_read_as_torch_reads_it(device: str, dtype: torch.dtype, wide: torch.dtype) -> None:
+    """What is none, too: NaN where memory is poisoned must come out as NaN."""
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    found = torch.empty(2 << 16, dtype=wide, device=device)
+    _split[(64,)](words.to(device), found, FORMAT=FP8[dtype], N=1024)
+    expected = words.view(dtype).to(torch.float32)
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def written(at: World) -> World:
+    at.write()
+    return at
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pages", FP8)
+@pytest.mark.parametrize("dims", [(32, 64), (40, 40), (64, 32)])
+def test_types_and_sizes(device: str, dims: tuple[int, int], pages: torch.dtype, dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, k_dim=dims[0], v_dim=dims[1], dtype=dtype, pages=pages)
+    at = written(world(device, shape, [1, 1, 1], [60, 0, 200]))
+    how = scoring(at, softcap=3.0, sinks=True)
+    close(decode(at, how, 8), dense(at, how), dtype)
+
+
+@pytest.mark.parametrize("power", [-110, -20, 0, 20, 110])
+def test_queries_may_be_of_any_size(device: str, power: int) -> None:
+    """fp16 ends at 65,504 and begins at 6e-8; each row is brought near 1, a row of zeros stays one."""
+    at = written(world(device, SHAPE, [1, 1], [60, 200]))
+    plain = scoring(at)
+    at.query[0, 0] = 0
+    at.query[1, 1] *= 2.0**9  # beside rows that are not
+    wanted = dense(at, plain)
+    at.query *= 2.0**power
+    close(decode(at, replace(plain, scaling=plain.scaling * 2.0**-power), 8), wanted, torch.bfloat16)
+
+
+def test_a_query_of_nan_stays_in_its_row(device: str) -> None:
+    at = written(world(device, SHAPE, [1, 1], [60, 200]))
+    wanted = dense(at, scoring(at))
+    at.query[1, 2, 5] = torch.nan
+    found = decode(at, scoring(at), 8)
+    assert found[1, 2].isnan().all()
+    found[1, 2] = wanted[1, 2] = 0
+    close(found, wanted, torch.bfloat16)
+
+
+def test_many_small_weights_count(device: str) -> None:
+    """Each is 4e-8 of the largest, less than fp16 knows: together they are all that is there to see."""
+    whole = world(device, SHAPE, [2001], [0])
+    whole.query.fill_(1)
+    whole.keys[0].zero_()
+    whole.keys[0][7] = 2
+    whole.values[0].fill_(448)
+    whole.values[0][7] = 0
+    whole.write()
+    at = replace(whole, counts=np.array([1]), past=np.array([2000]), query=whole.query[2000:])
+    how = replace(scoring(at), scaling=17 / (2 * SHAPE.k_dim))
+    found, wanted = decode(at, how, 8).double(), dense(at, how)
+    assert 0.03 < wanted.min() <= wanted.max() < 0.05
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
