@@ -29,6 +29,7 @@ from isthmus.kernels.causal_conv_decode import causal_conv_decode
 from isthmus.kernels.experts import expert_linear, sort_pairs, work_size
 from isthmus.kernels.gated_delta_decode import gated_delta_decode
 from isthmus.kernels.linear import config_of, linear
+from isthmus.kernels.linear_row import linear_row
 from isthmus.kernels.plan import FIELDS
 from isthmus.kernels.reference import Scoring
 from isthmus.kernels.rglru_decode import rglru_decode
@@ -55,6 +56,7 @@ EARLY = (
     "experts",
     "gated_delta_decode",
     "linear",
+    "linear_row",
     "rglru_decode",
     "scan_decode",
     "ssd_decode",
@@ -159,6 +161,11 @@ def few_rows(multiprocessors: int) -> Callable[[], object]:
     return lambda: linear(x, weight, None, counters, built, multiprocessors=multiprocessors)
 
 
+def one_row(outputs: int) -> Callable[[], object]:
+    """A linear layer of one row."""
+    return lambda: linear_row(torch.empty(1, 2048, dtype=BF16), torch.empty(outputs, 2048, dtype=BF16), None)
+
+
 def mamba(n_dim: int) -> Callable[[], object]:
     """Chunks of Mamba-2."""
     integers = [torch.zeros(4, dtype=torch.int32) for _ in range(4)]
@@ -207,6 +214,9 @@ def states() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "recurrence", lambda: rglru_decode(torch.empty(4, 2048), *lanes, flat, flat, flat, early=True)
 
 
+ROW_OUTPUTS = (2048, 4096, 8192, 16_384)
+"""Of linear layers of one row: each build has one."""
+
 # Latent rows of fp32 fit a GPU with 163 KiB; elsewhere the start says so.
 HEADS = {
     "64": (64, 8, 64, 64, BF16, BF16),
@@ -237,6 +247,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "sorting of pairs", sorting
     yield "linear of few rows", few_rows(132)
     yield "linear of many tiles", few_rows(1)
+    for outputs in ROW_OUTPUTS:
+        yield f"linear of one row {outputs}", one_row(outputs)
     yield from states()
     for n_dim in (128, 256):
         yield f"Mamba-2 {n_dim}", mamba(n_dim)

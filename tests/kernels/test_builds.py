@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kernels.offline import ROW_OUTPUTS
+
+from isthmus.kernels.linear_row import row_config
 
 GPUS = {
     "89": (99 << 10, "GeForce RTX 30 to 50, L4, L40S"),
@@ -24,6 +27,12 @@ AT_ONCE = {"choice", "experts", "sorting"}
 
 READS = {"linear of few rows": 2 * 64 * 128 // 8 // 128, "linear of many tiles": 0}
 """What a thread of 128 has before it waits, by 8 numbers: two blocks of weights, if all programs run at once."""
+
+ROW_READS = {
+    f"linear of one row {outputs}": config.ahead * config.block_n * config.block_k // 8 // 128
+    for outputs in ROW_OUTPUTS
+    for config in [row_config(outputs)]
+}
 
 EARLY = AT_ONCE | {"convolution", "decode", "delta", "duality", "linear", "recurrence", "scan", "write"}
 """What begins before the kernel before it has ended, where the GPU can."""
@@ -67,7 +76,7 @@ def test_builds_are_such_as_can_run(capability: str, builders: Builders) -> None
     assert [tile for tile in tiles if tile[2] < 128] == []
     early = {name: touches for name, (_, touches, _) in built.items() if touches is not None}
     assert {name.split()[0] for name in early} == (EARLY if capability == "90" else set())
-    for name, reads in READS.items() if early else ():
+    for name, reads in (READS | ROW_READS).items() if early else ():
         assert early[name] == ["ld.global"] * reads, f"{name}: weights come early, and nothing else"
     for name, touches in early.items():
         allowed = set() if name.split()[0] in AT_ONCE else {"ld.global"}

@@ -16,7 +16,7 @@ ORDINARY = {"p_pages", "p_fresh", "p_tokens", "p_slots", "p_items", "p_bounds", 
 OWN = {"p_state"}
 """Written by this very kernel in the step before."""
 
-LOADED = {"linear: _few_rows_linear_kernel": {"p_weight"}}
+LOADED = {"linear: _few_rows_linear_kernel": {"p_weight"}, "linear_row: _row_linear_kernel": {"p_weight"}}
 """Parameters of the model as they were loaded: `DeviceLinear` gives its own and nothing made of it."""
 
 

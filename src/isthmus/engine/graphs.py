@@ -25,9 +25,9 @@ _FLAT = 128  # tokens: up to about so many a step takes as long as its weights a
 
 
 def lane_counts(most: int, every: int = 0) -> tuple[int, ...]:
-    """Sizes for decodes alone: powers of two up to 32 but for 1, which is compiled apart, every 32 up to 256, every 64
-    up to at least `most`; and all numbers up to `every`."""
-    sizes = [n for n in (2, 4, 8, 16) if n < most] + [max(2, most)] * (most <= 16)
+    """Sizes for decodes alone: powers of two up to 32 (1 is compiled apart, and has linear layers of its own), every 32
+    up to 256, every 64 up to at least `most`; and all numbers up to `every`."""
+    sizes = [n for n in (1, 2, 4, 8, 16) if n < most] + [most] * (most <= 16)
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (16 if sizes[-1] < 32 else 32 if sizes[-1] < 256 else 64))
     return tuple(sorted({*sizes, *range(1, min(every, most) + 1)}))

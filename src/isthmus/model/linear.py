@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: for few rows, by a kernel of our own; for many, by torch."""
+"""Linear layers on a GPU: for one row and for few, by kernels of our own; for many, by torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.kernels import linear as kernels
+from isthmus.kernels.linear_row import linear_row
 
 
 class DeviceLinear(nn.Linear):
@@ -43,7 +44,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) ->
     given = x.reshape(rows, x.shape[-1])
     if given.stride(1) != 1:  # no row lies together
         given = given.contiguous()
-    out = kernels.linear(given, weight, bias, counters, config)
+    one = rows == 1
+    out = linear_row(given, weight, bias) if one else kernels.linear(given, weight, bias, counters, config)
     return out.view(*x.shape[:-1], len(weight))
 
 

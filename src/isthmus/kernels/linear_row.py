@@ -1,0 +1,123 @@
+"""Linear layers of one row, as a sequence that decodes alone has them.
+
+Matrix units take sixteen rows, and to keep every multiprocessor busy by tiles of outputs as large as theirs, the inputs
+must be cut and the parts added up, which takes longer than the products (`isthmus.kernels.linear`). Here a program has
+all inputs of a few outputs, and vector units multiply. For two rows they are already slower.
+
+As many programs as run at once, or somewhat more, have the first of their weights before they wait.
+"""
+# ruff: noqa: N803 - compile-time constants of kernels are in capitals
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
+from isthmus.kernels.views import stride
+
+
+class RowConfig(NamedTuple):
+    """How `linear_row` is built."""
+
+    block_n: int  # outputs of a program
+    block_k: int  # inputs at a time
+    num_warps: int
+    num_stages: int  # num_stages - 1 blocks are in flight
+    ahead: int  # blocks of inputs whose weights are had before the kernel waits
+
+
+_BUILDS = (
+    (2560, RowConfig(2, 1024, 4, 1, 2)),
+    (5120, RowConfig(4, 512, 4, 1, 2)),
+    (10_240, RowConfig(8, 256, 4, 1, 4)),
+)
+_WIDE = RowConfig(16, 256, 4, 4, 2)
+
+
+def row_config(outputs: int) -> RowConfig:
+    """The build for so many outputs: of some thirty on an H200 (docs/gpu.md)."""
+    return next((config for most, config in _BUILDS if outputs <= most), _WIDE)
+
+
+@triton.jit
+def _row_linear_kernel(
+    p_x: tl.tensor,
+    p_weight: tl.tensor,
+    p_bias: tl.tensor,
+    p_out: tl.tensor,
+    outputs: tl.int32,
+    inputs: tl.int32,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    let_next(DEPENDENT)
+    o_out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_in = tl.arange(0, BLOCK_K)
+    there = o_out < outputs
+    p_weights = p_weight + o_out.to(tl.int64)[:, None] * inputs
+    b_ahead = ()
+    for i_ahead in tl.static_range(AHEAD):
+        b_ahead += (_weights(p_weights, i_ahead * BLOCK_K + o_in, there, inputs, EVEN),)  # type: ignore[assignment]
+    wait_for_previous(DEPENDENT)
+    b_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i_ahead in tl.static_range(AHEAD):
+        o_at = i_ahead * BLOCK_K + o_in
+        b_x = tl.load(p_x + o_at, mask=o_at < inputs, other=0.0)
+        b_sums += b_ahead[i_ahead].to(tl.float32) * b_x.to(tl.float32)[None, :]
+    for start in tl.range(AHEAD * BLOCK_K, inputs, BLOCK_K, num_stages=STAGES):
+        o_at = start + o_in
+        b_weight = _weights(p_weights, o_at, there, inputs, EVEN)
+        b_x = tl.load(p_x + o_at, mask=o_at < inputs, other=0.0)
+        b_sums += b_weight.to(tl.float32) * b_x.to(tl.float32)[None, :]
+    b_out = tl.sum(b_sums, 1)
+    if BIAS:
+        b_out += tl.load(p_bias + o_out, mask=there, other=0.0).to(tl.float32)
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _weights(p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, inputs: tl.int32, EVEN: tl.constexpr) -> tl.tensor:
+    """Of these inputs, in rows that begin at `p_rows` `[N, 1]`; 0 for rows not `there` and inputs that are none."""
+    mask = there[:, None] if EVEN else there[:, None] & (o_at < inputs)[None, :]
+    return tl.load(p_rows + o_at[None, :], mask=mask, other=0.0)
+
+
+def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, config: RowConfig | None = None) -> Tensor:
+    """x `[1, inputs]`, unit last stride; weight `[outputs, inputs]`, contiguous; bias `[outputs]` -> `[1, outputs]`.
+
+    All of one 16-bit type; sums are fp32. The weight is read early: no kernel of the forward may write it. It can be
+    captured in a CUDA graph. `config`: that of `row_config`, if not given.
+    """
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    assert rows == 1, "for one row"
+    assert weight.is_contiguous(), "a weight's rows lie one behind the other"
+    assert stride(x, 1) in (0, 1), "a row lies together"
+    out = x.new_empty(1, outputs)
+    built = config or row_config(outputs)
+    _row_linear_kernel[(triton.cdiv(outputs, built.block_n),)](
+        x,
+        weight,
+        bias,
+        out,
+        outputs,
+        inputs,
+        BIAS=bias is not None,
+        EVEN=inputs % built.block_k == 0,
+        AHEAD=min(built.ahead, triton.cdiv(inputs, built.block_k)),
+        STAGES=built.num_stages,
+        BLOCK_N=built.block_n,
+        BLOCK_K=built.block_k,
+        num_warps=built.num_warps,
+        **dependent_launch(),
+    )
+    return out
