@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from isthmus.kernels import attention, delta_chunks, ssd_chunks
 from isthmus.kernels.attention import DecodeItems, PrefillTiles, Workspace, prefill_tile
 from isthmus.kernels.causal_conv_decode import causal_conv_decode
+from isthmus.kernels.expert_rows import expert_rows
 from isthmus.kernels.experts import expert_linear, sort_pairs, work_size
 from isthmus.kernels.gated_delta_decode import gated_delta_decode
 from isthmus.kernels.linear import config_of, linear
@@ -53,6 +54,7 @@ BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e5m2
 EARLY = (
     "attention",
     "causal_conv_decode",
+    "expert_rows",
     "experts",
     "gated_delta_decode",
     "linear",
@@ -152,6 +154,12 @@ def experts(pairs: int, transposed: bool) -> Callable[[], object]:
     return lambda: expert_linear(x, work, weight, None, top_k=1, transposed=transposed, early=True)
 
 
+def few_pairs() -> object:
+    """Of experts."""
+    weight, x = torch.empty(8, 1024, 512, dtype=BF16), torch.empty(1, 512, dtype=BF16)
+    return expert_rows(x, torch.zeros(4, dtype=torch.int64), weight, None, top_k=4, early=True)
+
+
 def few_rows(multiprocessors: int) -> Callable[[], object]:
     """A linear layer of few rows: eight tiles of outputs."""
     counters = torch.zeros(64, dtype=torch.int32)
@@ -243,6 +251,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"prefill {name}", prefill
     for pairs in (8, 512, 8192):
         yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
+    yield "experts of few pairs", few_pairs
     yield "choice of experts", lambda: top_k(torch.empty(64, 128, dtype=FP32), 8, early=True)
     yield "sorting of pairs", sorting
     yield "linear of few rows", few_rows(132)

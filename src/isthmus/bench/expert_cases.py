@@ -13,6 +13,7 @@ from torch.nn.functional import grouped_mm
 
 from isthmus.bench.clock import gpu_time
 from isthmus.bench.layouts import DTYPE
+from isthmus.kernels.expert_rows import are_few, expert_rows
 from isthmus.kernels.experts import config_of, expert_linear, sort_pairs
 
 Row = dict[str, Any]
@@ -68,8 +69,13 @@ def _measure(shape: Shape, up: Tensor, down: Tensor, tokens: int, copy: float) -
     inner = torch.randn(pairs, shape.inner, dtype=DTYPE, device=device)
     routings = [torch.rand(tokens, shape.experts, device=device).topk(shape.top_k).indices for _ in range(ROUTINGS)]
     built = config_of(pairs, shape.experts, DTYPE.itemsize)
+    few = are_few(pairs, DTYPE.itemsize, transposed=shape.transposed)
 
     def ours(expert_of: Tensor) -> None:
+        if few:
+            expert_rows(x, expert_of, up, None, top_k=shape.top_k, early=True)
+            expert_rows(inner, expert_of, down, None, top_k=1, early=True)
+            return
         work = sort_pairs(expert_of, shape.experts, built.block_m, early=True)
         expert_linear(x, work, up, None, top_k=shape.top_k, transposed=shape.transposed, early=True)
         expert_linear(inner, work, down, None, top_k=1, transposed=shape.transposed, early=True)

@@ -22,7 +22,7 @@ from isthmus.kernels.views import stride
 
 
 class RowConfig(NamedTuple):
-    """How `linear_row` is built."""
+    """How `linear_row` and `expert_rows` are built."""
 
     block_n: int  # outputs of a program
     block_k: int  # inputs at a time
@@ -65,24 +65,57 @@ def _row_linear_kernel(
     o_in = tl.arange(0, BLOCK_K)
     there = o_out < outputs
     p_weights = p_weight + o_out.to(tl.int64)[:, None] * inputs
-    b_ahead = ()
-    for i_ahead in tl.static_range(AHEAD):
-        b_ahead += (_weights(p_weights, i_ahead * BLOCK_K + o_in, there, inputs, EVEN),)  # type: ignore[assignment]
+    b_ahead = ahead(p_weights, o_in, there, inputs, AHEAD, BLOCK_K, EVEN)
     wait_for_previous(DEPENDENT)
+    b_out = row_sums(p_weights, p_x, b_ahead, o_in, there, inputs, AHEAD, STAGES, BLOCK_N, BLOCK_K, EVEN)
+    if BIAS:
+        b_out += tl.load(p_bias + o_out, mask=there, other=0.0).to(tl.float32)
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def ahead(
+    p_weights: tl.tensor,
+    o_in: tl.tensor,
+    there: tl.tensor,
+    inputs: tl.int32,
+    AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """A tuple: the first AHEAD blocks of weights, of rows that begin at `p_weights` `[N, 1]`."""
+    b_ahead = ()
+    for i in tl.static_range(AHEAD):
+        b_ahead += (_weights(p_weights, i * BLOCK_K + o_in, there, inputs, EVEN),)  # type: ignore[assignment]
+    return b_ahead
+
+
+@triton.jit
+def row_sums(
+    p_weights: tl.tensor,
+    p_x: tl.tensor,
+    b_ahead: tl.tensor,
+    o_in: tl.tensor,
+    there: tl.tensor,
+    inputs: tl.int32,
+    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """`[N]`: rows of weights times the row at `p_x`, with what `ahead` has of them."""
     b_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for i_ahead in tl.static_range(AHEAD):
-        o_at = i_ahead * BLOCK_K + o_in
+    for i in tl.static_range(AHEAD):
+        o_at = i * BLOCK_K + o_in
         b_x = tl.load(p_x + o_at, mask=o_at < inputs, other=0.0)
-        b_sums += b_ahead[i_ahead].to(tl.float32) * b_x.to(tl.float32)[None, :]
+        b_sums += b_ahead[i].to(tl.float32) * b_x.to(tl.float32)[None, :]
     for start in tl.range(AHEAD * BLOCK_K, inputs, BLOCK_K, num_stages=STAGES):
         o_at = start + o_in
         b_weight = _weights(p_weights, o_at, there, inputs, EVEN)
         b_x = tl.load(p_x + o_at, mask=o_at < inputs, other=0.0)
         b_sums += b_weight.to(tl.float32) * b_x.to(tl.float32)[None, :]
-    b_out = tl.sum(b_sums, 1)
-    if BIAS:
-        b_out += tl.load(p_bias + o_out, mask=there, other=0.0).to(tl.float32)
-    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=there)
+    return tl.sum(b_sums, 1)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from isthmus.kernels import experts as kernels
+from isthmus.kernels.expert_rows import are_few, expert_rows
 
 NAME = "isthmus"
 PLAIN = "isthmus_plain"
@@ -39,41 +40,59 @@ def _forward(early: bool, module: Any, hidden_states: Tensor, top_k_index: Tenso
     """hidden_states `[T, width]`, index and weights `[T, top_k]` -> `[T, width]`."""
     tokens, top_k = top_k_index.shape
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    up = getattr(module, name)
-    work = torch.ops.isthmus.sort_pairs(top_k_index.contiguous().view(-1), len(up), up.itemsize, early)
-    x = _linear(module, name, hidden_states, work, top_k, early)
+    up, expert_of = getattr(module, name), top_k_index.contiguous().view(-1)
+    work = torch.ops.isthmus.sort_pairs(expert_of, len(up), up.itemsize, module.is_transposed, early)
+    x = _linear(module, name, hidden_states, expert_of, work, top_k, early)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _linear(module, "down_proj", x, work, 1, early)
+    x = _linear(module, "down_proj", x, expert_of, work, 1, early)
     if getattr(module, "has_post_expert_norm", False):  # Transformers 5.17 has none
         x = module.post_expert_norm(x)
     out = (x.view(tokens, top_k, x.shape[-1]) * top_k_weights[..., None]).sum(1)
     return out.to(hidden_states.dtype)
 
 
-def _linear(module: Any, name: str, x: Tensor, work: Tensor, top_k: int, early: bool) -> Tensor:
+def _linear(module: Any, name: str, x: Tensor, expert_of: Tensor, work: Tensor, top_k: int, early: bool) -> Tensor:
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     weight, transposed = getattr(module, name), module.is_transposed
-    out: Tensor = torch.ops.isthmus.expert_linear(x, work, weight, bias, top_k, transposed, early)
+    out: Tensor = torch.ops.isthmus.expert_linear(x, expert_of, work, weight, bias, top_k, transposed, early)
     return out
 
 
-def _sort_pairs(expert_of: Tensor, experts: int, itemsize: int, early: bool) -> Tensor:
+def _sort_pairs(expert_of: Tensor, experts: int, itemsize: int, transposed: bool, early: bool) -> Tensor:
+    if are_few(len(expert_of), itemsize, transposed=transposed):
+        return _work(expert_of, experts, itemsize, transposed, early)  # which nobody reads
     block_m = kernels.config_of(len(expert_of), experts, itemsize).block_m
     return kernels.sort_pairs(expert_of, experts, block_m, early=early)
 
 
-def _work(expert_of: Tensor, experts: int, itemsize: int, early: bool) -> Tensor:
+def _work(expert_of: Tensor, experts: int, itemsize: int, transposed: bool, early: bool) -> Tensor:
     return expert_of.new_empty(kernels.work_size(expert_of.shape[0], experts), dtype=torch.int32)
 
 
 def _expert_linear(
-    x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool, early: bool
+    x: Tensor,
+    expert_of: Tensor,
+    work: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    transposed: bool,
+    early: bool,
 ) -> Tensor:
+    if are_few(len(expert_of), weight.itemsize, transposed=transposed):
+        return expert_rows(x, expert_of, weight, bias, top_k=top_k, early=early)
     return kernels.expert_linear(x, work, weight, bias, top_k=top_k, transposed=transposed, early=early)
 
 
 def _rows(
-    x: Tensor, work: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, transposed: bool, early: bool
+    x: Tensor,
+    expert_of: Tensor,
+    work: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    transposed: bool,
+    early: bool,
 ) -> Tensor:
     return x.new_empty(x.shape[0] * top_k, weight.shape[2 if transposed else 1])
 
@@ -81,10 +100,12 @@ def _rows(
 for _name, _early in ((NAME, True), (PLAIN, False)):
     ALL_EXPERTS_FUNCTIONS.register(_name, partial(_forward, _early))
 _library = torch.library.Library("isthmus", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("sort_pairs(Tensor expert_of, int experts, int itemsize, bool early) -> Tensor")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "expert_linear(Tensor x, Tensor work, Tensor weight, Tensor? bias, int top_k, bool transposed, bool early) "
-    "-> Tensor"
+    "sort_pairs(Tensor expert_of, int experts, int itemsize, bool transposed, bool early) -> Tensor"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "expert_linear(Tensor x, Tensor expert_of, Tensor work, Tensor weight, Tensor? bias, int top_k, bool transposed, "
+    "bool early) -> Tensor"
 )
 _library.impl("sort_pairs", _sort_pairs, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("expert_linear", _expert_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
