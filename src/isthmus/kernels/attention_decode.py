@@ -29,14 +29,11 @@ import triton.language as tl
 
 from isthmus.kernels.arrive import arrive_last
 from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
-from isthmus.kernels.attention_softmax import level, look_up, numbers, relative_scores, scores, weigh
+from isthmus.kernels.attention_softmax import level, lift, look_up, numbers, relative_scores, scores, settle, weigh
 from isthmus.kernels.dependent import let_next, wait_for_previous
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
-
-_LIFT = tl.constexpr(32768.0)
-"""Weights are at most 1, and fp16 has more below it than above: they are multiplied by this for a product in fp16."""
 
 
 @triton.jit
@@ -173,8 +170,8 @@ def decode_kernel(
     units: tl.constexpr = KV_HEADS * TILES
     each: tl.constexpr = 1 if FP8 is None else 2
     given: tl.constexpr = p_query.dtype.element_ty
-    lifted: tl.constexpr = each == 2 and given != tl.float32
-    dtype: tl.constexpr = tl.float16 if lifted else given
+    levelled: tl.constexpr = each == 2 and given != tl.float32
+    dtype: tl.constexpr = tl.float16 if levelled else given
     o_group = tl.arange(0, BLOCK_M)
     o_key = tl.arange(0, BLOCK_K)
     o_tail = tl.arange(0, BLOCK_T)
@@ -204,7 +201,7 @@ def decode_kernel(
                 p_part = p_row + ((K_DIM - TAIL + o_tail) * each + i)[None, :]
                 b_rest += (tl.load(p_part, mask=live[:, None] & tail_inside, other=0.0),)  # type: ignore[assignment]
         b_scaling = scaling
-        if lifted:
+        if levelled:
             b_query, b_rest, b_power = level(b_query, b_rest, dtype)
             b_scaling = scaling * b_power[:, None]
         if DISTANCES > 0:
@@ -244,15 +241,14 @@ def decode_kernel(
                 inside = live[:, None] & seen[None, :]
                 b_score += relative_scores(p_bias, (last - o_token)[None, :], inside, DISTANCES)
             b_max, b_sum, b_weight, b_decay = weigh(b_score, b_max, b_sum, True)
-            b_weight = (b_weight * _LIFT if lifted else b_weight).to(dtype)
+            b_weight = lift(b_weight, levelled).to(dtype)
             b_values, b_more = numbers(b_value, FP8, dtype), ()
             for i in tl.static_range(each):
                 b_old = b_out[i] * b_decay[:, None]
                 b_more += (tl.dot(b_weight, b_values[i], b_old, input_precision=PRECISION),)  # type: ignore[assignment]
             b_out = b_more
         b_mean = b_out[0] if each == 1 else tl.interleave(b_out[0], b_out[1])  # type: ignore[misc]
-        if lifted:
-            b_mean *= 1 / _LIFT
+        b_mean = settle(b_mean, levelled)
         b_page = _first_pages(p_table + sequence1 * table_stride, first1, end1, PAGE_SIZE, BLOCK_N)
         p_to = p_out + token * out_token
         if parts == 1:
