@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from isthmus.kernels import dependent
 from isthmus.kernels.linear import MOST_ROWS
@@ -63,6 +66,47 @@ def test_views_of_any_shape(device: str) -> None:
         found = layer(given)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=8e-3, atol=8e-3)
+
+
+class Router(nn.Module):
+    """Multiplies its parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 40)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        product = nn.functional.linear
+        plain = [product(x, self.weight, self.bias), product(x, self.weight), product(x, self.weight, bias=self.bias)]
+        return [*plain, product(x, self.weight * 2), product(x.float(), self.weight.float()), product(x, x)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_bare_products_with_parameters_are_taken_over(device: str, rows: int) -> None:
+    """And no others: weights that the forward computes are not there early."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layers = nn.ModuleDict({"plain": nn.Linear(40, 40, bias=False), "router": Router()}).to(device, torch.bfloat16)
+    x = torch.randn(rows, 40, device=device).to(torch.bfloat16)
+    taken = []
+
+    def backend(graph: GraphModule, inputs: object) -> Callable[..., object]:
+        taken.append(linear.take_bare(graph))
+        return graph.forward
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = layers["router"](layers["plain"](x))
+        return found
+
+    with torch.inference_mode():
+        expected = forward(x)
+        assert torch.compile(forward, backend=backend)(x)[0].equal(expected[0])
+        linear.use(layers)
+        torch._dynamo.reset()
+        found = torch.compile(forward, backend=backend)(x)
+    assert taken == [0, 3], "without a layer of ours there are no counters"
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-1)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

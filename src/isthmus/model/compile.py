@@ -93,7 +93,8 @@ class Choices(InductorChoices):
 
 
 def compile_layer(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor with `options` and `decompositions`: a backend of torch.compile."""
+    """Inductor with `options` and `decompositions`, and linear layers of our own: a backend of torch.compile."""
+    linear.take_bare(graph)
     with options():
         compiled = compile_fx(graph, inputs, decompositions=decompositions())
     assert callable(compiled)  # anything else is for ahead-of-time compilation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from isthmus.kernels import linear as kernels
 from isthmus.kernels.linear_row import linear_row
@@ -34,6 +35,32 @@ def use(model: nn.Module) -> int:
         module.__class__ = DeviceLinear
         module.register_buffer("counters", counters, persistent=False)
     return len(found)
+
+
+def take_bare(graph: GraphModule) -> int:
+    """Let products with parameters that a module computes itself, as routers do, run here as well; how many there are.
+
+    `graph` is what Dynamo traced of a layer, and changed in place. Where nothing in it is a `DeviceLinear`, nothing is.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    counters = next((node.args[3] for node in nodes if node.target is torch.ops.isthmus.linear), None)
+    if counters is None:
+        return 0
+    taken = 0
+    for node in nodes:
+        given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+        if node.target is torch._C._nn.linear and _is_ours(given["weight"]):
+            node.target = torch.ops.isthmus.linear
+            node.args, node.kwargs = (given["input"], given["weight"], given.get("bias"), counters), {}
+            taken += 1
+    graph.recompile()
+    return taken
+
+
+def _is_ours(weight: object) -> bool:
+    """Whether it is a parameter as it was loaded, such as `use` takes over."""
+    known = weight.meta.get("example_value") if isinstance(weight, Node) and weight.op == "placeholder" else None
+    return isinstance(known, nn.Parameter) and known.ndim == 2 and known.itemsize == 2 and known.is_contiguous()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
