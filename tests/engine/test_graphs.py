@@ -22,9 +22,9 @@ def test_small_sizes_are_an_octave_apart_but_for_the_largest() -> None:
 
 
 def test_decodes_have_sizes_of_their_own_and_every_small_one_where_asked() -> None:
-    assert lane_counts(256) == (2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert lane_counts(256) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
     assert lane_counts(512)[-5:] == (256, 320, 384, 448, 512)
     assert lane_counts(64, 6) == (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
     assert lane_counts(3, 8) == (1, 2, 3)
-    assert lane_counts(1) == (2,)
-    assert lane_counts(1, 8) == (1, 2)
+    assert lane_counts(1) == (1,)
+    assert lane_counts(1, 8) == (1,)

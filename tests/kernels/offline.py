@@ -46,9 +46,10 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
-BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e5m2
+BF16, FP32, FP8, E4M3 = torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn
 
 
 EARLY = (
@@ -241,14 +242,21 @@ HEADS = {
     "latent rows": (32, 1, 576, 512, BF16, BF16),
 }
 
+# Ampere has no instructions for this type, and the start refuses it there.
+SINCE_ADA = {
+    "256 of e4m3": (8, 4, 256, 256, BF16, E4M3),
+    "latent rows of e4m3": (32, 1, 576, 512, BF16, E4M3),
+}
 
-def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+
+def cases(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Those that take most of a multiprocessor's shared memory."""
-    for name, heads in HEADS.items():
+    for name, heads in (HEADS | (SINCE_ADA if capability >= 89 else {})).items():
         decode, write, prefill = attends(*heads)
         yield f"decode {name}", decode
         yield f"write {name}", write
         yield f"prefill {name}", prefill
+    yield "decode 16 of fp8", next(attends(8, 4, 16, 16, BF16, FP8))
     for pairs in (8, 512, 8192):
         yield f"experts of {pairs} pairs", experts(pairs, transposed=pairs == 512)
     yield "experts of few pairs", few_pairs
@@ -276,4 +284,4 @@ if __name__ == "__main__":
             } if wanted else {"DEPENDENT": False}  # fmt: skip
     for module in (attention, delta_chunks, ssd_chunks):
         vars(module)["shared_bytes"] = lambda: room
-    print(json.dumps({name: built(launch, which) for name, launch in cases()}))
+    print(json.dumps({name: built(launch, which) for name, launch in cases(which)}))

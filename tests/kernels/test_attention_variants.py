@@ -43,6 +43,7 @@ class Case:
     page_size: int = 4
     dtype: torch.dtype = torch.float32
     pages: str = "float32"
+    last: float = 1.0  # what the last number of queries is multiplied by, and scores divided by
 
     @property
     def heads(self) -> int:
@@ -53,6 +54,9 @@ CASES = {
     "latent": Case(group=5, k_dim=31, v_dim=20, rank=20, page_size=16),
     "latent, bf16": Case(group=4, k_dim=40, v_dim=32, rank=32, dtype=torch.bfloat16, pages="bfloat16"),
     "latent, fp8": Case(group=4, k_dim=40, v_dim=32, rank=32, dtype=torch.bfloat16, pages="float8_e4m3fn"),
+    "latent, fp8, queries with a large end": Case(
+        group=4, k_dim=40, v_dim=32, rank=32, dtype=torch.bfloat16, pages="float8_e4m3fn", last=2.0**18
+    ),
     "latent, heads in tiles": Case(
         group=34, k_dim=260, v_dim=257, rank=257, dtype=torch.bfloat16, pages="bfloat16", page_size=16
     ),
@@ -118,6 +122,7 @@ def _world(case: Case) -> tuple[_World, Callable[[], Tensor]]:
         key = torch.randn(tokens, case.kv_heads, case.k_dim, generator=draw).to(case.dtype)
         value = torch.randn(tokens, case.kv_heads, case.v_dim, generator=draw).to(case.dtype)
         query = torch.randn(tokens, case.heads, case.k_dim, generator=draw).to(case.dtype)
+        query[..., -1] *= case.last
         return query, key, value if case.rank is None else key[..., : case.rank]
 
     def bias(tokens: int) -> Tensor | None:
@@ -137,7 +142,7 @@ def _world(case: Case) -> tuple[_World, Callable[[], Tensor]]:
     before = np.array(PAST)
     run(before, np.zeros_like(before), rows(sum(PAST)), Scoring(1.0, None, None, bias(sum(PAST))))
     own = rows(sum(COUNTS))
-    how = Scoring(case.k_dim**-0.5, None, None, bias(sum(COUNTS)))
+    how = Scoring(case.k_dim**-0.5 / case.last, None, None, bias(sum(COUNTS)))
     return _World(group, arena, table, *own, how), lambda: run(np.array(COUNTS), before, own, how)
 
 

@@ -39,7 +39,8 @@ def test_no_tokens(device: str) -> None:
 
 
 def test_whom_it_is_for() -> None:
-    assert are_few(8, 2, transposed=False)
-    assert not are_few(8, 4, transposed=False), "float32 is what is compared with Transformers"
-    assert not are_few(8, 2, transposed=True)
-    assert not are_few(100, 2, transposed=False), "some have an expert in common"
+    assert are_few(16, 64, 2, transposed=False)
+    assert not are_few(17, 512, 2, transposed=False)
+    assert not are_few(16, 63, 2, transposed=False), "some have an expert in common"
+    assert not are_few(8, 64, 4, transposed=False), "float32 is what is compared with Transformers"
+    assert not are_few(8, 64, 2, transposed=True)

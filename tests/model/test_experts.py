@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.kernels import expert_rows
+from isthmus.kernels import experts as kernels
 from isthmus.model import experts
 from tests.model.families import config_of
 from tests.model.harness import tiny
@@ -37,6 +39,7 @@ def test_as_the_module_itself(
     device: str, family: str, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(expert_rows, "_SPREAD", 1)  # these have few experts
     module = next(iter(modules(family))).to(device, dtype)
     for parameter in module.parameters():  # biases begin at zero
         parameter.data.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
@@ -51,6 +54,21 @@ def test_as_the_module_itself(
     assert ours.dtype is dtype
     close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+
+
+def test_the_pairs_of_one_token_are_not_sorted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sort(*_: object, **__: object) -> None:
+        raise AssertionError("sorted")
+
+    monkeypatch.setattr(kernels, "sort_pairs", sort)
+    monkeypatch.setattr(expert_rows, "_SPREAD", 1)
+    module = next(iter(modules("qwen3_5_moe"))).to(device, torch.bfloat16)
+    x = torch.randn(module.num_experts + 1, module.down_proj.shape[1], device=device, dtype=torch.bfloat16)
+    index = torch.zeros(len(x), 1, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        module(x[:-1], index[:-1], x[:-1, :1])
+        with pytest.raises(AssertionError, match="sorted"):
+            module(x, index, x[:, :1])
 
 
 def test_a_norm_behind_each_expert(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

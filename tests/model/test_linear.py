@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from isthmus.kernels import dependent
+from isthmus.kernels import linear as kernels
 from isthmus.kernels.linear import MOST_ROWS
 from isthmus.model import linear
 from isthmus.model.compile import prepare
@@ -42,6 +43,20 @@ def test_as_torch_does(device: str, rows: int) -> None:
             torch.testing.assert_close(found, before[name], rtol=8e-3, atol=8e-3)
             if rows > MOST_ROWS:
                 assert torch.equal(found, before[name]), "torch's own product"
+
+
+def test_one_row_has_a_kernel_of_its_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(*_: object) -> None:
+        raise AssertionError("for more rows")
+
+    monkeypatch.setattr(kernels, "linear", several)
+    layers = model(device)
+    linear.use(layers)
+    x = torch.randn(2, 40, device=device).to(torch.bfloat16)
+    with torch.inference_mode():
+        layers["plain"](x[:1])
+        with pytest.raises(AssertionError, match="for more rows"):
+            layers["plain"](x)
 
 
 def test_which_are_taken_over(device: str) -> None:

@@ -112,7 +112,7 @@ def _prefill(case: Prefill, arena: Tensor, cores: int) -> Launches:
     heads, n, device = case.heads, case.sequences, arena.device
     placed, table = _cached(case, arena)
     shape = (heads.kv_heads, heads.group, heads.dim, heads.dim, ITEMSIZE)
-    block_m = (case.config or prefill_config(heads.dim, heads.dim, ITEMSIZE, heads.rows.itemsize)).block_m
+    block_m = (case.config or prefill_config(heads.dim, heads.dim, ITEMSIZE)).block_m
     block = max(1, block_m // heads.group)
     programs = prefill_programs(cores, *shape) if case.split else 1
     start = np.arange(n + 1, dtype=np.int32) * case.chunk

@@ -49,7 +49,7 @@ SHAPES = (
     Shape("Kimi-Linear-48B-A3B", 256, 8, 2304, 1024),
     Shape("Qwen3-Next-80B-A3B", 512, 10, 2048, 512),
 )
-TOKENS = (1, 8, 64, 256, 512, 2048, 8192)
+TOKENS = (1, 2, 8, 64, 256, 512, 2048, 8192)
 
 
 def measure(device: torch.device, copy: float) -> list[Row]:
@@ -69,7 +69,7 @@ def _measure(shape: Shape, up: Tensor, down: Tensor, tokens: int, copy: float) -
     inner = torch.randn(pairs, shape.inner, dtype=DTYPE, device=device)
     routings = [torch.rand(tokens, shape.experts, device=device).topk(shape.top_k).indices for _ in range(ROUTINGS)]
     built = config_of(pairs, shape.experts, DTYPE.itemsize)
-    few = are_few(pairs, DTYPE.itemsize, transposed=shape.transposed)
+    few = are_few(pairs, shape.experts, DTYPE.itemsize, transposed=shape.transposed)
 
     def ours(expert_of: Tensor) -> None:
         if few:

@@ -2,11 +2,11 @@
 
 decode      K and V bytes, each read once, over the time of a launch
 prefill     operations of the two products over pairs that are not masked, over the time of a launch
-fp8         decodes, and chunks behind cached tokens, over pages of fp8
 pages       write_kv and copy_pages in bytes read and written; translate and scatter in microseconds
 experts     pairs sorted and both products: bytes of the weights that are read, operations; torch's grouped products
             over rows gathered before (their gathering counts, their sorting does not)
 layouts     decode and prefill over the design's pages and over others (`isthmus.bench.layouts`)
+fp8         decodes, and chunks behind cached tokens, over pages of fp8
 
 Rows lie at random places of an arena of 10 GB; launches go through its layers, so that the L2 does not help. A launch
 is timed inside a CUDA graph of several. `--sweep` tries other builds of the attention kernels instead.
@@ -33,7 +33,7 @@ _COMPILE_SECONDS = 120.0
 _SWEEP_SECONDS = 400.0
 
 Row = dict[str, Any]
-SECTIONS = ("decode", "prefill", "fp8", "pages", "experts", "layouts")
+SECTIONS = ("decode", "prefill", "pages", "experts", "layouts", "fp8")
 SWEPT = ("decode", "prefill", "fp8")
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "failed": {},
     }
     torch.cuda.empty_cache()
-    arena = _random_arena(device)
+    arena = _fill(torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device))
     for name, section in _sections(arena, cores, copy, wanted, sweeping=args.sweep).items():
         start = time.perf_counter()
         try:
@@ -99,13 +99,20 @@ def _sections(
     if sweeping:
         kinds = {name: cases for name, cases in kernel_cases.SWEEP.items() if name in wanted}
         each = _SWEEP_SECONDS / max(1, len(kinds))
-        return {f"sweep {name}": partial(sweep, cases, arena, cores, each) for name, cases in kinds.items()}
+        swept: dict[str, Callable[[], list[Row]]] = {
+            f"sweep {name}": partial(sweep, cases, arena, cores, each) for name, cases in kinds.items()
+        }
+        if "sweep fp8" in swept:
+            swept["sweep fp8"] = partial(_over_fp8, swept["sweep fp8"], arena)
+        return swept
     cases = {name: kernel_cases.CASES[name](PAGE_SIZES) for name in wanted if name in kernel_cases.CASES}
     for build, problem in compile_all([case for some in cases.values() for case in some], _COMPILE_SECONDS).items():
         print(f"not compiled ahead: {build}: {problem}", file=sys.stderr)
     found: dict[str, Callable[[], list[Row]]] = {
         name: partial(kernel_cases.measure, some, arena, cores, copy) for name, some in cases.items()
     }
+    if "fp8" in found:
+        found["fp8"] = partial(_over_fp8, found["fp8"], arena)
     if "pages" in wanted:
         found["pages"] = partial(page_kernels.measure, arena, copy)
     if "experts" in wanted:
@@ -113,13 +120,18 @@ def _sections(
     return {name: found[name] for name in SECTIONS if name in found}
 
 
-def _random_arena(device: torch.device) -> torch.Tensor:
-    """bf16 noise: what a GPU draws, and so how fast it runs, depends on its data."""
-    arena = torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device)
-    noise = torch.randn(64 << 20, dtype=torch.bfloat16, device=device)
-    for part in torch.split(arena.view(torch.bfloat16), len(noise)):
+def _fill(arena: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Noise of that type: what a GPU draws, and so how fast it runs, depends on its data."""
+    noise = torch.randn(64 << 20, dtype=torch.bfloat16, device=arena.device).to(dtype).view(torch.uint8)
+    for part in torch.split(arena, len(noise)):
         part.copy_(noise[: len(part)])
     return arena
+
+
+def _over_fp8(measure: Callable[[], list[Row]], arena: torch.Tensor) -> list[Row]:
+    """The last section: bytes of other types are no numbers here, nor are these elsewhere."""
+    _fill(arena, torch.float8_e4m3fn)
+    return measure()
 
 
 def _table(rows: Iterable[Row]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -126,16 +127,8 @@ class GpuBackend:
         ids = {"tokens": 1, "states": 1}
         runner = self._runner(arena, ids, longest, {})
         runner.warm_pages()
-        try:
+        with _refused():
             activations = self._peak(runner, steps, before)
-        except TorchDynamoException as error:
-            line = str(error).strip().splitlines()[0]
-            raise ModelError(f"the layers cannot be compiled: use --enforce-eager ({line})") from error
-        except OutOfResources as error:
-            line = str(error).strip().splitlines()[0]
-            raise ModelError(
-                f"a kernel does not fit this GPU: use --dtype bfloat16, or --device cpu ({line})"
-            ) from error
         self._chunks_in_graphs = runner.chunks_in_graphs
         laps.lap("layers and kernels compiled")
         if not self._graphs:
@@ -146,7 +139,12 @@ class GpuBackend:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         sizes = self._sizes()
-        runner = self._runner(arena, ids, longest, {alone: some[-1:] for alone, some in sizes.items()})
+        # The largest of each sort, and one decode: it is compiled apart.
+        captured = {
+            alone: (*some[:1], *some[-1:]) if alone and len(some) > 1 else some[-1:] for alone, some in sizes.items()
+        }
+        with _refused():
+            runner = self._runner(arena, ids, longest, captured)
         torch.cuda.empty_cache()
         largest = free - torch.cuda.mem_get_info(self._device)[0]
         width, itemsize = self._model.config.get_text_config().hidden_size, self._model.dtype.itemsize
@@ -165,6 +163,19 @@ class GpuBackend:
         for step in steps:
             runner.run(step)
         return torch.cuda.max_memory_allocated(self._device) - before
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What cannot be compiled, or launched here, in a line that says what to do."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        line = str(error).strip().splitlines()[0]
+        raise ModelError(f"the layers cannot be compiled: use --enforce-eager ({line})") from error
+    except OutOfResources as error:
+        line = str(error).strip().splitlines()[0]
+        raise ModelError(f"a kernel does not fit this GPU: use --dtype bfloat16, or --device cpu ({line})") from error
 
 
 def warm_steps(max_num_seqs: int, max_tokens: int, longest: int) -> list[Step]:

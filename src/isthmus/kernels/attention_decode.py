@@ -16,8 +16,9 @@ Where values are the first elements of the keys (SHARED) they are loaded once; t
 are a product of their own.
 
 Rows of FP8 are read as words of two numbers, and all sizes of rows are in words then: matrix units take pairs of tokens
-of a value, which shared memory hands out by 16 bits and not by 8. So there are two products of half the width, in fp16,
-which holds every number of FP8: bfloat16 is further to convert to. Queries and weights are scaled to fit it.
+of a value, which shared memory hands out by 16 bits and not by 8. So there are two products of half the width. They are
+in fp16, if queries have 16 bits: it holds every number of FP8, and bfloat16 is further to convert to. Queries and
+weights are scaled to fit it (`level`, `lift`).
 """
 # ruff: noqa: N803, PLR0912, PLR0915 - compile-time constants of kernels are in capitals; the loop shares all its names
 # mypy: disallow-untyped-decorators=False
@@ -247,14 +248,14 @@ def decode_kernel(
                 b_old = b_out[i] * b_decay[:, None]
                 b_more += (tl.dot(b_weight, b_values[i], b_old, input_precision=PRECISION),)  # type: ignore[assignment]
             b_out = b_more
-        b_mean = b_out[0] if each == 1 else tl.interleave(b_out[0], b_out[1])  # type: ignore[misc]
-        b_mean = settle(b_mean, levelled)
+        b_rows = b_out[0] if each == 1 else tl.interleave(b_out[0], b_out[1])  # type: ignore[misc]
+        b_rows = settle(b_rows, levelled)
         b_page = _first_pages(p_table + sequence1 * table_stride, first1, end1, PAGE_SIZE, BLOCK_N)
         p_to = p_out + token * out_token
         if parts == 1:
             p_mean = p_to + o_head[:, None] * out_head + o_mean[None, :]
             written = live[:, None] & (o_mean < V_DIM * each)[None, :]
-            store_mean(p_mean, b_max, b_sum, b_mean, p_sinks, o_head, live, written, v_scale, SINKS)
+            store_mean(p_mean, b_max, b_sum, b_rows, p_sinks, o_head, live, written, v_scale, SINKS)
         else:
             _join_parts(
                 p_to,
@@ -269,7 +270,7 @@ def decode_kernel(
                 i_head,
                 b_max,
                 b_sum,
-                b_mean,
+                b_rows,
                 o_group,
                 o_mean,
                 v_scale,

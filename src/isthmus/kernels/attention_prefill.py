@@ -115,19 +115,16 @@ def prefill_kernel(
     o_flat = o_query.to(tl.int64)[:, None]
     p_row = p_query + o_flat * query_token + o_head[:, None] * query_head + o_key[None, :]
     b_query = tl.load(p_row, mask=live[:, None] & key_inside, other=0.0)
+    b_rest = ()
     if TAIL > 0:
         p_row = p_query + o_flat * query_token + o_head[:, None] * query_head + (K_DIM - TAIL + o_tail)[None, :]
-        b_rest = tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0)
+        b_rest = (tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0),)  # type: ignore[assignment]
     given: tl.constexpr = p_query.dtype.element_ty
     levelled: tl.constexpr = LIMIT > 0 and given != tl.float32
     dtype: tl.constexpr = tl.float16 if levelled else given
     b_scaling = scaling * k_scale
     if levelled:
-        if TAIL > 0:
-            b_levelled, b_others, b_power = level((b_query,), (b_rest,), dtype)
-            b_rest = b_others[0]
-        else:
-            b_levelled, _, b_power = level((b_query,), (), dtype)
+        b_levelled, b_rest, b_power = level((b_query,), b_rest, dtype)
         b_query = b_levelled[0]
         b_scaling = scaling * k_scale * b_power[:, None]
     if DISTANCES > 0:
@@ -174,7 +171,7 @@ def prefill_kernel(
             visible = visible & (o_token[None, :] >= b_first[:, None])
         b_score = tl.dot(b_query, tl.trans(widen(b_key, dtype)), input_precision=PRECISION)
         if TAIL > 0:
-            b_score = tl.dot(b_rest, tl.trans(widen(b_tail, dtype)), b_score, input_precision=PRECISION)
+            b_score = tl.dot(b_rest[0], tl.trans(widen(b_tail, dtype)), b_score, input_precision=PRECISION)  # type: ignore[misc]
         b_score = scores(b_score, visible, b_scaling, softcap, SOFTCAP)
         if DISTANCES > 0:
             b_distance = b_position[:, None] - o_token[None, :]
@@ -207,7 +204,7 @@ def prefill_kernel(
             visible = visible & ((past + o_token - chunk_start)[None, :] >= b_first[:, None])
         b_score = tl.dot(b_query, tl.trans(widen(b_key, dtype)), input_precision=PRECISION)
         if TAIL > 0:
-            b_score = tl.dot(b_rest, tl.trans(widen(b_tail, dtype)), b_score, input_precision=PRECISION)
+            b_score = tl.dot(b_rest[0], tl.trans(widen(b_tail, dtype)), b_score, input_precision=PRECISION)  # type: ignore[misc]
         b_score = scores(b_score, visible, b_scaling, softcap, SOFTCAP)
         if DISTANCES > 0:
             b_distance = o_query[:, None] - o_token[None, :]

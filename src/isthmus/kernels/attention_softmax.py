@@ -95,7 +95,8 @@ def _halves(b_words: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
 @triton.jit
 def level(b_query: tl.tensor, b_rest: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Tuples of parts `[M, K]` of queries, divided by the power of two below each row's largest number, as DTYPE; and
-    those powers `[M]`. So what fp16 cannot hold is too little to count beside what it can."""
+    those powers `[M]`. Numbers below 2^-14 of the largest are rounded to 2^-25 of it: only keys of e5m2 that differ by
+    as much could tell."""
     b_most = tl.max(tl.abs(b_query[0].to(tl.float32)), 1)
     for i in tl.static_range(1, len(b_query)):
         b_most = tl.maximum(b_most, tl.max(tl.abs(b_query[i].to(tl.float32)), 1))
@@ -170,7 +171,7 @@ def add_block(
 @triton.jit
 def lift(b_weight: tl.tensor, LEVELLED: tl.constexpr) -> tl.tensor:
     """Weights, for a product in fp16 if queries are `level`. They are at most 1, and fp16 has more below it than above:
-    where many small ones count they must not vanish."""
+    so they are rounded to 2^-40 at least, and many small ones do not vanish."""
     return b_weight * _LIFT if LEVELLED else b_weight
 
 

@@ -1,4 +1,4 @@
-"""Experts of few pairs, as a token that decodes alone has them: hardly any two are of one expert.
+"""Experts of few pairs, as a token that decodes alone has them: no two are of one expert, and of two tokens few are.
 
 So each pair is a linear layer of one row (`isthmus.kernels.linear_row`) with the weight of its expert, and there is
 nothing to sort. See `isthmus.kernels.experts` for pairs and for more of them.
@@ -16,11 +16,12 @@ from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previ
 from isthmus.kernels.linear_row import RowConfig, ahead, row_config, row_sums
 
 _FEW = 16
+_SPREAD = 4  # experts for each pair: where there are fewer, a weight would often be read twice
 
 
-def are_few(pairs: int, itemsize: int, *, transposed: bool) -> bool:
+def are_few(pairs: int, experts: int, itemsize: int, *, transposed: bool) -> bool:
     """Whether so many pairs are for `expert_rows`: weights of 16 bits, whose inputs lie together."""
-    return pairs <= _FEW and itemsize == 2 and not transposed
+    return pairs <= min(_FEW, experts // _SPREAD) and itemsize == 2 and not transposed
 
 
 @triton.jit
@@ -75,7 +76,8 @@ def expert_rows(
         expert_of: integers `[pairs]` below `experts`, contiguous.
         weight: `[experts, N, K]`, contiguous.
         bias: `[experts, N]`, contiguous.
-        config: the build; `row_config` of all pairs' outputs, if not given.
+        config: the build; `row_config` of all pairs' outputs, if not given. What comes ahead waits here, too: the
+            router's choice is no older than the kernel before.
         early: it may begin before the kernel before it has ended (`isthmus.kernels.dependent`).
 
     Returns:

@@ -28,7 +28,7 @@ class RowConfig(NamedTuple):
     block_k: int  # inputs at a time
     num_warps: int
     num_stages: int  # num_stages - 1 blocks are in flight
-    ahead: int  # blocks of inputs whose weights are had before the kernel waits
+    ahead: int  # blocks of inputs whose weights are asked for at once; by `linear_row` before it waits
 
 
 _BUILDS = (

@@ -59,7 +59,7 @@ def _linear(module: Any, name: str, x: Tensor, expert_of: Tensor, work: Tensor, 
 
 
 def _sort_pairs(expert_of: Tensor, experts: int, itemsize: int, transposed: bool, early: bool) -> Tensor:
-    if are_few(len(expert_of), itemsize, transposed=transposed):
+    if are_few(len(expert_of), experts, itemsize, transposed=transposed):
         return _work(expert_of, experts, itemsize, transposed, early)  # which nobody reads
     block_m = kernels.config_of(len(expert_of), experts, itemsize).block_m
     return kernels.sort_pairs(expert_of, experts, block_m, early=early)
@@ -79,7 +79,7 @@ def _expert_linear(
     transposed: bool,
     early: bool,
 ) -> Tensor:
-    if are_few(len(expert_of), weight.itemsize, transposed=transposed):
+    if are_few(len(expert_of), len(weight), weight.itemsize, transposed=transposed):
         return expert_rows(x, expert_of, weight, bias, top_k=top_k, early=early)
     return kernels.expert_linear(x, work, weight, bias, top_k=top_k, transposed=transposed, early=early)
 
