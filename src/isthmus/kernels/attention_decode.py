@@ -18,7 +18,7 @@ are a product of their own.
 Rows of FP8 are read as words of two numbers, and all sizes of rows are in words then: matrix units take pairs of tokens
 of a value, which shared memory hands out by 16 bits and not by 8. So there are two products of half the width. They are
 in fp16, if queries have 16 bits: it holds every number of FP8, and bfloat16 is further to convert to. Queries and
-weights are scaled to fit it (`level`, `lift`).
+weights are scaled to fit it.
 """
 # ruff: noqa: N803, PLR0912, PLR0915 - compile-time constants of kernels are in capitals; the loop shares all its names
 # mypy: disallow-untyped-decorators=False
@@ -30,11 +30,15 @@ import triton.language as tl
 
 from isthmus.kernels.arrive import arrive_last
 from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
-from isthmus.kernels.attention_softmax import level, lift, look_up, numbers, relative_scores, scores, settle, weigh
+from isthmus.kernels.attention_softmax import level, look_up, numbers, relative_scores, scores, weigh
 from isthmus.kernels.dependent import let_next, wait_for_previous
 
 FAN = tl.constexpr(16)
 """Parts that one program merges."""
+
+_LIFT = tl.constexpr(32768.0)
+"""Weights are at most 1, and fp16 has more below it than above: multiplied by this for a product in fp16 they are
+rounded to 2^-40, and many small ones do not vanish."""
 
 
 @triton.jit
@@ -242,14 +246,15 @@ def decode_kernel(
                 inside = live[:, None] & seen[None, :]
                 b_score += relative_scores(p_bias, (last - o_token)[None, :], inside, DISTANCES)
             b_max, b_sum, b_weight, b_decay = weigh(b_score, b_max, b_sum, True)
-            b_weight = lift(b_weight, levelled).to(dtype)
+            b_weight = (b_weight * _LIFT if levelled else b_weight).to(dtype)
             b_values, b_more = numbers(b_value, FP8, dtype), ()
             for i in tl.static_range(each):
                 b_old = b_out[i] * b_decay[:, None]
                 b_more += (tl.dot(b_weight, b_values[i], b_old, input_precision=PRECISION),)  # type: ignore[assignment]
             b_out = b_more
         b_rows = b_out[0] if each == 1 else tl.interleave(b_out[0], b_out[1])  # type: ignore[misc]
-        b_rows = settle(b_rows, levelled)
+        if levelled:
+            b_rows *= 1 / _LIFT
         b_page = _first_pages(p_table + sequence1 * table_stride, first1, end1, PAGE_SIZE, BLOCK_N)
         p_to = p_out + token * out_token
         if parts == 1:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from isthmus.kernels.attention_parts import merge_parts, store_mean, store_part
-from isthmus.kernels.attention_softmax import add_block, level, look_up, relative_scores, scores, settle, widen
+from isthmus.kernels.attention_softmax import add_block, look_up, relative_scores, scores, widen
 from isthmus.kernels.plan import ALIGN
 from isthmus.kernels.write_kv import to_page
 
@@ -115,18 +115,9 @@ def prefill_kernel(
     o_flat = o_query.to(tl.int64)[:, None]
     p_row = p_query + o_flat * query_token + o_head[:, None] * query_head + o_key[None, :]
     b_query = tl.load(p_row, mask=live[:, None] & key_inside, other=0.0)
-    b_rest = ()
     if TAIL > 0:
         p_row = p_query + o_flat * query_token + o_head[:, None] * query_head + (K_DIM - TAIL + o_tail)[None, :]
-        b_rest = (tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0),)  # type: ignore[assignment]
-    given: tl.constexpr = p_query.dtype.element_ty
-    levelled: tl.constexpr = LIMIT > 0 and given != tl.float32
-    dtype: tl.constexpr = tl.float16 if levelled else given
-    b_scaling = scaling * k_scale
-    if levelled:
-        b_levelled, b_rest, b_power = level((b_query,), b_rest, dtype)
-        b_query = b_levelled[0]
-        b_scaling = scaling * k_scale * b_power[:, None]
+        b_rest = tl.load(p_row, mask=live[:, None] & tail_inside, other=0.0)
     if DISTANCES > 0:
         p_bias = p_relative + o_flat * relative_token + o_head[:, None] * relative_head
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -169,15 +160,15 @@ def prefill_kernel(
         visible = seen[None, :]
         if WINDOW:
             visible = visible & (o_token[None, :] >= b_first[:, None])
-        b_score = tl.dot(b_query, tl.trans(widen(b_key, dtype)), input_precision=PRECISION)
+        b_score = tl.dot(b_query, tl.trans(widen(b_key, b_query.dtype)), input_precision=PRECISION)
         if TAIL > 0:
-            b_score = tl.dot(b_rest[0], tl.trans(widen(b_tail, dtype)), b_score, input_precision=PRECISION)  # type: ignore[misc]
-        b_score = scores(b_score, visible, b_scaling, softcap, SOFTCAP)
+            b_score = tl.dot(b_rest, tl.trans(widen(b_tail, b_query.dtype)), b_score, input_precision=PRECISION)
+        b_score = scores(b_score, visible, scaling * k_scale, softcap, SOFTCAP)
         if DISTANCES > 0:
             b_distance = b_position[:, None] - o_token[None, :]
             b_score += relative_scores(p_bias, b_distance, live[:, None] & visible, DISTANCES)
         b_max, b_sum, b_out = add_block(
-            b_score, widen(b_value, dtype), b_max, b_sum, b_out, not WINDOW, levelled, PRECISION
+            b_score, widen(b_value, b_query.dtype), b_max, b_sum, b_out, not WINDOW, PRECISION
         )
 
     own_first = chunk_start + tl.maximum(first - past, 0)
@@ -202,18 +193,17 @@ def prefill_kernel(
         visible = seen[None, :] & (o_token[None, :] <= o_query[:, None])
         if WINDOW:
             visible = visible & ((past + o_token - chunk_start)[None, :] >= b_first[:, None])
-        b_score = tl.dot(b_query, tl.trans(widen(b_key, dtype)), input_precision=PRECISION)
+        b_score = tl.dot(b_query, tl.trans(widen(b_key, b_query.dtype)), input_precision=PRECISION)
         if TAIL > 0:
-            b_score = tl.dot(b_rest[0], tl.trans(widen(b_tail, dtype)), b_score, input_precision=PRECISION)  # type: ignore[misc]
-        b_score = scores(b_score, visible, b_scaling, softcap, SOFTCAP)
+            b_score = tl.dot(b_rest, tl.trans(widen(b_tail, b_query.dtype)), b_score, input_precision=PRECISION)
+        b_score = scores(b_score, visible, scaling * k_scale, softcap, SOFTCAP)
         if DISTANCES > 0:
             b_distance = o_query[:, None] - o_token[None, :]
             b_score += relative_scores(p_bias, b_distance, live[:, None] & visible, DISTANCES)
         b_max, b_sum, b_out = add_block(
-            b_score, widen(b_value, dtype), b_max, b_sum, b_out, not WINDOW, levelled, PRECISION
+            b_score, widen(b_value, b_query.dtype), b_max, b_sum, b_out, not WINDOW, PRECISION
         )
 
-    b_out = settle(b_out, levelled)
     if parts > 0:
         slot = i_tile * units + i_head
         store_part(p_rows, p_stats, slot, b_max, b_sum, b_out, o_row, o_value, live, BLOCK_M, V_DIM)

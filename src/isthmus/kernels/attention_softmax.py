@@ -13,8 +13,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-_LIFT = tl.constexpr(32768.0)
-
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 _E4M3 = tl.constexpr("""{
@@ -59,11 +57,11 @@ def look_up(
 
 @triton.jit
 def widen(b_rows: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Rows of pages as DTYPE, exactly. From fp8 by way of fp16, which holds every number of it: the one conversion that
-    a GPU does at full speed.
+    """Rows of pages as DTYPE, exactly. From fp8 by two conversions that a GPU does at full speed: its one from fp8
+    to bfloat16 would be slower than the memory.
     """
     if b_rows.dtype.is_fp8():
-        b_rows = b_rows.to(tl.float16)
+        b_rows = b_rows.to(tl.float16).to(tl.float32)
     return b_rows.to(DTYPE)
 
 
@@ -158,27 +156,12 @@ def add_block(
     b_sum: tl.tensor,
     b_out: tl.tensor,
     NEVER_EMPTY: tl.constexpr,
-    LEVELLED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Take a block of scores `[M, N]` and value rows `[N, V]` into a row's (maximum, sum, weighted rows): `weigh`."""
     b_max, b_sum, b_weight, b_decay = weigh(b_score, b_max, b_sum, NEVER_EMPTY)
-    b_weight = lift(b_weight, LEVELLED).to(b_value.dtype)
-    b_out = tl.dot(b_weight, b_value, b_out * b_decay[:, None], input_precision=PRECISION)
+    b_out = tl.dot(b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=PRECISION)
     return b_max, b_sum, b_out
-
-
-@triton.jit
-def lift(b_weight: tl.tensor, LEVELLED: tl.constexpr) -> tl.tensor:
-    """Weights, for a product in fp16 if queries are `level`. They are at most 1, and fp16 has more below it than above:
-    so they are rounded to 2^-40 at least, and many small ones do not vanish."""
-    return b_weight * _LIFT if LEVELLED else b_weight
-
-
-@triton.jit
-def settle(b_out: tl.tensor, LEVELLED: tl.constexpr) -> tl.tensor:
-    """Rows weighted by what `lift` returned, as if by the weights themselves."""
-    return b_out * (1 / _LIFT) if LEVELLED else b_out
 
 
 @triton.jit
