@@ -2,9 +2,8 @@
 
 Matrix units take sixteen rows, and to keep every multiprocessor busy by tiles of outputs as large as theirs, the inputs
 must be cut and the parts added up, which takes longer than the products (`isthmus.kernels.linear`). Here a program has
-all inputs of a few outputs, and vector units multiply. For two rows they are already slower.
-
-As many programs as run at once, or somewhat more, have the first of their weights before they wait.
+all inputs of a few outputs, and vector units multiply. For two rows most layers are already slower. A program asks for
+the first of its weights before it waits.
 """
 # ruff: noqa: N803 - compile-time constants of kernels are in capitals
 # mypy: disallow-untyped-decorators=False
