@@ -14,6 +14,7 @@ from isthmus.bench.precompile import build_of
 from isthmus.kernels.attention import DecodeConfig, PrefillConfig
 
 HEADS = Heads("tiny", 2, 2, 16, 3)
+NARROW = dataclasses.replace(HEADS, rows=torch.float8_e4m3fn)
 PAGED = {Decode: (2, 3, 4), Prefill: (4, 5, 6)}  # arguments of a launch: key pages, value pages, page table
 
 
@@ -34,10 +35,11 @@ def fill(case: Case, work: Launches, cached: int, rows: Tensor) -> None:
     [
         (Decode(HEADS, 2, 41, page_size=4), 41),
         (Decode(HEADS, 2, 41, window=10, page_size=4, config=DecodeConfig(16, 4, 2), programs=1), 41),
+        (Decode(NARROW, 2, 41, page_size=4), 41),
         (Prefill(HEADS, 2, 6, past=23, page_size=4), 23),
         (Prefill(HEADS, 2, 6, past=23, window=9, page_size=4, config=PrefillConfig(16, 16, 4, 2)), 23),
     ],
-    ids=("decode", "windowed decode", "prefill", "windowed prefill"),
+    ids=("decode", "windowed decode", "fp8 decode", "prefill", "windowed prefill"),
 )
 def test_every_layout_gives_the_same(case: Case, cached: int, device: str) -> None:
     arena = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
@@ -74,6 +76,7 @@ def test_a_turn_behind_a_long_conversation_is_cut(device: str) -> None:
 def test_bytes_and_operations() -> None:
     assert Decode(HEADS, 3, 40, window=10).kv_bytes == 3 * 10 * 2 * 2 * 16 * 2
     assert Decode(HEADS, 3, 40).kv_bytes == 3 * 40 * 2 * 2 * 16 * 2
+    assert Decode(NARROW, 3, 40).kv_bytes == 3 * 40 * 2 * 2 * 16
     assert Prefill(HEADS, 2, 4, past=5).operations == 2 * (6 + 7 + 8 + 9) * 4 * 4 * 16
     assert Prefill(HEADS, 2, 4, past=1, window=3).operations == 2 * (2 + 3 + 3 + 3) * 4 * 4 * 16
     assert Prefill(HEADS, 2, 4, past=9).kv_bytes == 2 * 9 * 2 * 2 * 16 * 2

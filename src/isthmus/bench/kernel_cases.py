@@ -65,14 +65,12 @@ def layout_cases(page_sizes: Sequence[int]) -> list[Case]:
     return found
 
 
-def fp8_cases(page_sizes: Sequence[int]) -> list[Case]:
-    """The same over pages of fp8: decodes, and chunks behind cached tokens."""
-    decodes = [
-        Decode(heads, sequences, cached, window, page_sizes[0])
-        for heads in FP8
-        for sequences, cached, window in _TRAFFIC
+def fp8_cases(_: Sequence[int]) -> list[Case]:
+    """The same over pages of fp8, of one size: decodes, and chunks behind cached tokens."""
+    decodes = [Decode(heads, n, cached, window, _PAGE) for heads in FP8 for n, cached, window in _TRAFFIC]
+    return decodes + [
+        Prefill(heads, n, chunk, past, None, _PAGE) for heads in FP8 for n, chunk, past in _CHUNKS if past
     ]
-    return decodes + [Prefill(heads, *_CHUNKS[-1], None, page_sizes[0]) for heads in FP8]
 
 
 CASES: Mapping[str, Callable[[Sequence[int]], list[Case]]] = {

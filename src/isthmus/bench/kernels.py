@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     arena = _fill(torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device))
     for name, section in _sections(arena, cores, copy, wanted, sweeping=args.sweep).items():
+        if name.endswith("fp8"):  # the last: bytes of other types are now and then no numbers of this one
+            _fill(arena, torch.float8_e4m3fn)
         start = time.perf_counter()
         try:
             result[name] = section()
@@ -99,20 +101,13 @@ def _sections(
     if sweeping:
         kinds = {name: cases for name, cases in kernel_cases.SWEEP.items() if name in wanted}
         each = _SWEEP_SECONDS / max(1, len(kinds))
-        swept: dict[str, Callable[[], list[Row]]] = {
-            f"sweep {name}": partial(sweep, cases, arena, cores, each) for name, cases in kinds.items()
-        }
-        if "sweep fp8" in swept:
-            swept["sweep fp8"] = partial(_over_fp8, swept["sweep fp8"], arena)
-        return swept
+        return {f"sweep {name}": partial(sweep, cases, arena, cores, each) for name, cases in kinds.items()}
     cases = {name: kernel_cases.CASES[name](PAGE_SIZES) for name in wanted if name in kernel_cases.CASES}
     for build, problem in compile_all([case for some in cases.values() for case in some], _COMPILE_SECONDS).items():
         print(f"not compiled ahead: {build}: {problem}", file=sys.stderr)
     found: dict[str, Callable[[], list[Row]]] = {
         name: partial(kernel_cases.measure, some, arena, cores, copy) for name, some in cases.items()
     }
-    if "fp8" in found:
-        found["fp8"] = partial(_over_fp8, found["fp8"], arena)
     if "pages" in wanted:
         found["pages"] = partial(page_kernels.measure, arena, copy)
     if "experts" in wanted:
@@ -126,12 +121,6 @@ def _fill(arena: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     for part in torch.split(arena, len(noise)):
         part.copy_(noise[: len(part)])
     return arena
-
-
-def _over_fp8(measure: Callable[[], list[Row]], arena: torch.Tensor) -> list[Row]:
-    """The last section: bytes of other types are no numbers here, nor are these elsewhere."""
-    _fill(arena, torch.float8_e4m3fn)
-    return measure()
 
 
 def _table(rows: Iterable[Row]) -> Iterator[str]:

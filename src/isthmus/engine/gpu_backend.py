@@ -140,9 +140,7 @@ class GpuBackend:
         free, _ = torch.cuda.mem_get_info(self._device)
         sizes = self._sizes()
         # The largest of each sort, and one decode: it is compiled apart.
-        captured = {
-            alone: (*some[:1], *some[-1:]) if alone and len(some) > 1 else some[-1:] for alone, some in sizes.items()
-        }
+        captured = {alone: [n for n in some if n in (1, some[-1])] for alone, some in sizes.items()}
         with _refused():
             runner = self._runner(arena, ids, longest, captured)
         torch.cuda.empty_cache()
@@ -150,8 +148,9 @@ class GpuBackend:
         width, itemsize = self._model.config.get_text_config().hidden_size, self._model.dtype.itemsize
         # The other graphs run in the memory of the largest; what they hand out is theirs, and so are their launches.
         each = {True: self._layout.vocab_size, False: width}
-        others = itemsize * sum(each[alone] * sum(some[:-1]) for alone, some in sizes.items())
-        launches = _GRAPH_BYTES * sum(len(some) - 1 for some in sizes.values())
+        rest = {alone: [n for n in some if n not in captured[alone]] for alone, some in sizes.items()}
+        others = itemsize * sum(each[alone] * sum(some) for alone, some in rest.items())
+        launches = _GRAPH_BYTES * sum(map(len, rest.values()))
         replayed = self._peak(runner, steps, torch.cuda.memory_allocated(self._device))
         activations = max(launched, replayed)  # with states there are steps that no graph holds
         laps.lap("graphs measured")

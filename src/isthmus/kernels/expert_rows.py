@@ -105,12 +105,7 @@ def expert_rows(
         inputs,
         SHARE=top_k,
         BIAS=bias is not None,
-        EVEN=inputs % built.block_k == 0,
-        AHEAD=min(built.ahead, triton.cdiv(inputs, built.block_k)),
-        STAGES=built.num_stages,
-        BLOCK_N=built.block_n,
-        BLOCK_K=built.block_k,
-        num_warps=built.num_warps,
+        **built.constants(inputs),
         **dependent_launch(early),
     )
     return out

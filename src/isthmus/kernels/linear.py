@@ -99,14 +99,14 @@ def _few_rows_linear_kernel(
     b_out = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     b_ahead = ()
     for i_ahead in tl.static_range(AHEAD):
-        b_ahead += (_block(p_weights, begin + i_ahead * BLOCK_K + o_in, there, end, EVEN),)  # type: ignore[assignment]
+        b_ahead += (block(p_weights, begin + i_ahead * BLOCK_K + o_in, there, end, EVEN),)  # type: ignore[assignment]
     wait_for_previous(DEPENDENT)
     b_known = ()
     for i_ahead in tl.static_range(AHEAD):
-        b_known += (_block(p_inputs, begin + i_ahead * BLOCK_K + o_in, live, end, EVEN),)  # type: ignore[assignment]
+        b_known += (block(p_inputs, begin + i_ahead * BLOCK_K + o_in, live, end, EVEN),)  # type: ignore[assignment]
     for start in tl.range(begin + AHEAD * BLOCK_K, end, BLOCK_K):
-        b_weight = _block(p_weights, start + o_in, there, end, EVEN)
-        b_x = _block(p_inputs, start + o_in, live, end, EVEN)
+        b_weight = block(p_weights, start + o_in, there, end, EVEN)
+        b_x = block(p_inputs, start + o_in, live, end, EVEN)
         b_out = tl.dot(b_weight, tl.trans(b_x), b_out)
     for i_ahead in tl.static_range(AHEAD):
         b_out = tl.dot(b_ahead[i_ahead], tl.trans(b_known[i_ahead]), b_out)
@@ -128,7 +128,7 @@ def _few_rows_linear_kernel(
 
 
 @triton.jit
-def _block(p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, end: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+def block(p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, end: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
     """These inputs of rows that begin at `p_rows` `[rows, 1]`; 0 for rows not `there` and inputs not before `end`."""
     mask = there[:, None] if EVEN else there[:, None] & (o_at < end)[None, :]
     return tl.load(p_rows + o_at[None, :], mask=mask, other=0.0)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus.kernels.dependent import dependent_launch, let_next, wait_for_previous
+from isthmus.kernels.linear import block
 from isthmus.kernels.views import stride
 
 
@@ -28,6 +29,17 @@ class RowConfig(NamedTuple):
     num_warps: int
     num_stages: int  # num_stages - 1 blocks are in flight
     ahead: int  # blocks of inputs whose weights are asked for at once; by `linear_row` before it waits
+
+    def constants(self, inputs: int) -> dict[str, int]:
+        """What a kernel of it is built with, for so many inputs."""
+        return {
+            "EVEN": inputs % self.block_k == 0,
+            "AHEAD": min(self.ahead, triton.cdiv(inputs, self.block_k)),
+            "STAGES": self.num_stages,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+        }
 
 
 _BUILDS = (
@@ -85,7 +97,7 @@ def ahead(
     """A tuple: the first AHEAD blocks of weights, of rows that begin at `p_weights` `[N, 1]`."""
     b_ahead = ()
     for i in tl.static_range(AHEAD):
-        b_ahead += (_weights(p_weights, i * BLOCK_K + o_in, there, inputs, EVEN),)  # type: ignore[assignment]
+        b_ahead += (block(p_weights, i * BLOCK_K + o_in, there, inputs, EVEN),)  # type: ignore[assignment]
     return b_ahead
 
 
@@ -111,17 +123,10 @@ def row_sums(
         b_sums += b_ahead[i].to(tl.float32) * b_x.to(tl.float32)[None, :]
     for start in tl.range(AHEAD * BLOCK_K, inputs, BLOCK_K, num_stages=STAGES):
         o_at = start + o_in
-        b_weight = _weights(p_weights, o_at, there, inputs, EVEN)
+        b_weight = block(p_weights, o_at, there, inputs, EVEN)
         b_x = tl.load(p_x + o_at, mask=o_at < inputs, other=0.0)
         b_sums += b_weight.to(tl.float32) * b_x.to(tl.float32)[None, :]
     return tl.sum(b_sums, 1)
-
-
-@triton.jit
-def _weights(p_rows: tl.tensor, o_at: tl.tensor, there: tl.tensor, inputs: tl.int32, EVEN: tl.constexpr) -> tl.tensor:
-    """Of these inputs, in rows that begin at `p_rows` `[N, 1]`; 0 for rows not `there` and inputs that are none."""
-    mask = there[:, None] if EVEN else there[:, None] & (o_at < inputs)[None, :]
-    return tl.load(p_rows + o_at[None, :], mask=mask, other=0.0)
 
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, config: RowConfig | None = None) -> Tensor:
@@ -144,12 +149,7 @@ def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, config: RowConfig
         outputs,
         inputs,
         BIAS=bias is not None,
-        EVEN=inputs % built.block_k == 0,
-        AHEAD=min(built.ahead, triton.cdiv(inputs, built.block_k)),
-        STAGES=built.num_stages,
-        BLOCK_N=built.block_n,
-        BLOCK_K=built.block_k,
-        num_warps=built.num_warps,
+        **built.constants(inputs),
         **dependent_launch(),
     )
     return out

@@ -49,7 +49,7 @@ def take_bare(graph: GraphModule) -> int:
     taken = 0
     for node in nodes:
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
-        if node.target is torch._C._nn.linear and _is_ours(given["weight"]):
+        if node.target is nn.functional.linear and _is_ours(given["weight"]):
             node.target = torch.ops.isthmus.linear
             node.args, node.kwargs = (given["input"], given["weight"], given.get("bias"), counters), {}
             taken += 1
